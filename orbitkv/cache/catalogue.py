@@ -1,0 +1,333 @@
+"""Catalogue: which object lies where, in which generation, and who still reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orbitkv.cache.extents import ExtentStore, IndexRow
+from orbitkv.cache.pool import Pool
+from orbitkv.errors import ImpossibleRequest
+from orbitkv.objects import Bytes
+
+
+class Tier(StrEnum):
+    """Where a copy of an object lies."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Pool memory asked for: for which object, how much, and in which generation."""
+
+    digest: bytes
+    nbytes: int
+    generation: int
+    source: Copy | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One object's bytes in one tier. ``nbytes`` is a multiple of 4 KiB.
+
+    A copy is born hidden and pinned by whoever fills it. ``Catalogue.admit`` makes it findable;
+    when a hidden copy loses its last pin, its bytes are free again. So what is filled half-way,
+    found corrupt or evicted under a reader needs no other care.
+
+    Attributes:
+        digest: Of its state key.
+        memory: uint8[nbytes] of the pool; None on SSD, and once freed.
+        source: The copy that this one is being filled from, pinned until it is admitted or freed.
+        write_queued: A write to SSD has been asked for and has not ended.
+    """
+
+    digest: bytes
+    generation: int
+    tier: Tier
+    offset: int
+    nbytes: int
+    memory: Bytes | None = None
+    source: Copy | None = None
+    pins: int = 1
+    hidden: bool = True
+    write_queued: bool = False
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One tier's copies: the findable ones, least recently used first, and all that hold bytes."""
+
+    findable: OrderedDict[bytes, Copy]
+    live: set[Copy]
+    pinned_nbytes: int = 0
+
+
+class Catalogue:
+    """All copies of all objects. Changed on the manager's loop alone.
+
+    Args:
+        pool: Memory of the DRAM tier.
+        extents: File of the SSD tier; None where there is none.
+
+    Attributes:
+        counters: Events by name; ``docs/metrics.md`` says what each counts.
+    """
+
+    def __init__(self, pool: Pool, extents: ExtentStore | None) -> None:
+        self.pool = pool
+        self.extents = extents
+        self.counters: Counter[str] = Counter()
+        self._generation = 0
+        self._shelves: Mapping[Tier, _Shelf] = {
+            tier: _Shelf(OrderedDict(), set()) for tier in Tier
+        }
+        self._waiting: Mapping[bool, dict[asyncio.Future[list[Copy]], tuple[Want, ...]]] = {
+            True: {},
+            False: {},
+        }
+        for row in extents.recovered if extents else ():
+            copy = self._new_copy(
+                Copy(bytes.fromhex(row.digest), row.generation, Tier.SSD, row.offset, row.nbytes)
+            )
+            self._generation = max(self._generation, row.generation)
+            self.admit(copy)
+            self.unpin(copy)
+
+    def find(self, digest: bytes, tier: Tier) -> Copy | None:
+        """The findable copy of an object in one tier."""
+        return self._shelves[tier].findable.get(digest)
+
+    def is_resident(self, digest: bytes) -> bool:
+        """Whether any tier has the object."""
+        return any(digest in shelf.findable for shelf in self._shelves.values())
+
+    def copies(self, tier: Tier) -> tuple[Copy, ...]:
+        """The findable copies of a tier, least recently used first."""
+        return tuple(self._shelves[tier].findable.values())
+
+    def touch(self, copy: Copy) -> None:
+        """Make a copy the most recently used of its tier."""
+        if not copy.hidden:
+            self._shelves[copy.tier].findable.move_to_end(copy.digest)
+
+    def next_generation(self) -> int:
+        """A number that no version of any object has had."""
+        self._generation += 1
+        return self._generation
+
+    async def reserve_dram(
+        self, wants: Sequence[Want], *, urgent: bool, wait_s: float | None = None
+    ) -> list[Copy] | None:
+        """Take pool memory for all wants at once, or wait in turn until there is some.
+
+        Nobody waits while holding a part of what he wants, so two who wait cannot block each
+        other. What nobody reads is evicted, but only once that makes the whole request fit.
+
+        Args:
+            urgent: Go before those who are not: a demand read before a save.
+            wait_s: Give up after this long. None: never.
+
+        Returns:
+            Hidden copies with one pin each, the caller's; None when ``wait_s`` ran out.
+
+        Raises:
+            ImpossibleRequest: at once, when the whole pool is smaller.
+        """
+        nbytes = sum(want.nbytes for want in wants)
+        if nbytes > self.pool.capacity_nbytes:
+            raise ImpossibleRequest(
+                f"pool: {nbytes} bytes asked for; the pool is {self.pool.capacity_nbytes}"
+            )
+        ahead = self._waiting[True] or (not urgent and self._waiting[False])
+        copies = None if ahead else self._allocate_all(wants)
+        if copies is not None:
+            return copies
+        granted: asyncio.Future[list[Copy]] = asyncio.get_running_loop().create_future()
+        self._waiting[urgent][granted] = tuple(wants)
+        try:
+            async with asyncio.timeout(wait_s):
+                await asyncio.wait([granted])
+        except TimeoutError:
+            self.counters["pool_wait_expired"] += 1
+        except asyncio.CancelledError:
+            self._withdraw(granted, urgent=urgent)
+            raise
+        if granted.done():
+            return granted.result()
+        self._withdraw(granted, urgent=urgent)
+        return None
+
+    def reserve_ssd(self, source: Copy) -> Copy | None:
+        """Take an extent for a copy's bytes, evicting what nobody reads; None where all is read.
+
+        Returns:
+            A hidden copy with one pin, the caller's.
+        """
+        assert self.extents
+        offset = self.extents.allocate(source.nbytes)
+        while offset is None and self._evict_one(Tier.SSD):
+            offset = self.extents.allocate(source.nbytes)
+        if offset is None:
+            return None
+        return self._new_copy(
+            Copy(source.digest, source.generation, Tier.SSD, offset, source.nbytes)
+        )
+
+    def admit(self, copy: Copy) -> bool:
+        """Make a filled copy findable. False, and it stays hidden, where its tier has one."""
+        self._let_source_go(copy)
+        findable = self._shelves[copy.tier].findable
+        if copy.digest in findable:
+            self.counters[f"duplicate_{copy.tier}"] += 1
+            return False
+        findable[copy.digest] = copy
+        copy.hidden = False
+        return True
+
+    def pin(self, copy: Copy) -> None:
+        """Keep a copy's bytes where they are until the matching ``unpin``."""
+        if copy.pins == 0:
+            self._shelves[copy.tier].pinned_nbytes += copy.nbytes
+        copy.pins += 1
+
+    def unpin(self, copy: Copy) -> None:
+        """End one use of a copy's bytes. Only after its last DMA or I/O has ended."""
+        assert copy.pins > 0, "unpinned more often than pinned"
+        copy.pins -= 1
+        if copy.pins == 0:
+            self._shelves[copy.tier].pinned_nbytes -= copy.nbytes
+            if copy.hidden:
+                self._free(copy)
+            self._serve()
+
+    def hide(self, copy: Copy) -> None:
+        """Make one generation unfindable at once; its bytes go when the last pin does."""
+        if copy.hidden:
+            return
+        copy.hidden = True
+        del self._shelves[copy.tier].findable[copy.digest]
+        if copy.pins == 0:
+            self._free(copy)
+            self._serve()
+
+    def hide_corrupt(self, copy: Copy) -> None:
+        """Hide a generation whose bytes failed a check, and count it."""
+        self.counters[f"corrupt_{copy.tier}"] += 1
+        self.hide(copy)
+
+    def evict_unpinned(self, tier: Tier) -> int:
+        """Hide every copy of a tier that nobody reads; return the bytes freed."""
+        unpinned = [copy for copy in self.copies(tier) if copy.pins == 0]
+        for copy in unpinned:
+            self.hide(copy)
+        return sum(copy.nbytes for copy in unpinned)
+
+    def leaks(self) -> list[str]:
+        """Everything that is not as it must be at rest: no pins, no bytes without an owner."""
+        found = []
+        used = {Tier.DRAM: self.pool.used_nbytes}
+        if self.extents:
+            used[Tier.SSD] = self.extents.used_nbytes
+        for tier, used_nbytes in used.items():
+            shelf = self._shelves[tier]
+            findable_nbytes = sum(copy.nbytes for copy in shelf.findable.values())
+            if used_nbytes != findable_nbytes:
+                found.append(f"{tier}: {used_nbytes} bytes used, {findable_nbytes} findable")
+            pins = sum(copy.pins for copy in shelf.live)
+            if pins or shelf.pinned_nbytes:
+                found.append(f"{tier}: {pins} pins on {shelf.pinned_nbytes} bytes")
+        if waiting := sum(map(len, self._waiting.values())):
+            found.append(f"pool: {waiting} waiting")
+        return found
+
+    def close(self) -> None:
+        """Close both tiers; the SSD file keeps an index where it is persistent."""
+        if self.extents:
+            self.extents.close(
+                IndexRow(copy.digest.hex(), copy.generation, copy.offset, copy.nbytes)
+                for copy in self.copies(Tier.SSD)
+            )
+        for copy in self._shelves[Tier.DRAM].live:
+            copy.memory = None
+        self.pool.close()
+
+    def _new_copy(self, copy: Copy) -> Copy:
+        shelf = self._shelves[copy.tier]
+        shelf.live.add(copy)
+        shelf.pinned_nbytes += copy.nbytes
+        return copy
+
+    def _free(self, copy: Copy) -> None:
+        self._let_source_go(copy)
+        self._shelves[copy.tier].live.remove(copy)
+        if copy.tier is Tier.DRAM:
+            copy.memory = None
+            self.pool.free(copy.offset, copy.nbytes)
+        else:
+            assert self.extents
+            self.extents.free(copy.offset, copy.nbytes)
+
+    def _let_source_go(self, copy: Copy) -> None:
+        source, copy.source = copy.source, None
+        if source is not None:
+            self.unpin(source)
+
+    def _evict_one(self, tier: Tier) -> bool:
+        shelf = self._shelves[tier]
+        for copy in shelf.findable.values():
+            if copy.pins == 0:
+                self.counters[f"evicted_{tier}"] += 1
+                copy.hidden = True
+                del shelf.findable[copy.digest]
+                self._free(copy)
+                return True
+        return False
+
+    def _allocate_all(self, wants: Sequence[Want]) -> list[Copy] | None:
+        """Allocate for every want or for none, evicting only where that is enough."""
+        nbytes = sum(want.nbytes for want in wants)
+        pinned_nbytes = self._shelves[Tier.DRAM].pinned_nbytes
+        if nbytes > self.pool.capacity_nbytes - pinned_nbytes:
+            return None
+        copies: list[Copy] = []
+        for want in wants:
+            offset = self.pool.allocate(want.nbytes)
+            while offset is None and self._evict_one(Tier.DRAM):
+                offset = self.pool.allocate(want.nbytes)
+            if offset is None:  # enough is free, in pieces too small
+                for copy in copies:
+                    copy.source = None
+                    self._shelves[Tier.DRAM].pinned_nbytes -= copy.nbytes
+                    self._free(copy)
+                return None
+            memory = self.pool.memory[offset : offset + want.nbytes]
+            copy = Copy(want.digest, want.generation, Tier.DRAM, offset, want.nbytes, memory)
+            copy.source = want.source
+            copies.append(self._new_copy(copy))
+        return copies
+
+    def _withdraw(self, granted: asyncio.Future[list[Copy]], *, urgent: bool) -> None:
+        """End a wait without taking what may have been granted in the same tick."""
+        if granted.done():
+            for copy in granted.result():
+                copy.source = None  # still the caller's to unpin
+                self.unpin(copy)
+        else:
+            del self._waiting[urgent][granted]
+            self._serve()
+
+    def _serve(self) -> None:
+        """Grant pool memory to those who wait: demand reads first, each in the order of asking."""
+        for waiting in (self._waiting[True], self._waiting[False]):
+            while waiting:
+                granted, wants = next(iter(waiting.items()))
+                copies = self._allocate_all(wants)
+                if copies is None:
+                    return
+                del waiting[granted]
+                granted.set_result(copies)

@@ -1,0 +1,262 @@
+"""Read a pipeline definition: TOML to a checked Graph, with every fault in one report."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from orbitkv.config import parse_nbytes
+from orbitkv.errors import ConfigError, GraphError
+from orbitkv.graph import Bound, Edge, Graph, Node, OnFull, Port, StageType, StageUse, graph_faults
+from orbitkv.stages import STAGES
+
+PACKAGED = Path(__file__).parent / "pipelines"
+
+_TOP_KEYS = ("name", "edges", "nodes")
+_NODE_KEYS = ("label", "stages", "lane", "depth", "entry", "budget", "required")
+_EDGE_KEYS = ("from", "to", "items", "bytes", "on_full")
+_BOUND_KEYS = ("items", "bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A definition that has been read and checked.
+
+    Attributes:
+        sha256: Of the file's bytes, 64 hex digits; stamps every trace of a run.
+    """
+
+    graph: Graph
+    sha256: str
+
+
+def packaged_names() -> tuple[str, ...]:
+    """Names of the definitions that come with OrbitKV."""
+    return tuple(sorted(path.stem for path in PACKAGED.glob("*.toml")))
+
+
+def load_pipeline(source: str | Path) -> Pipeline:
+    """Read a definition by its packaged name (``save``), or from a file.
+
+    Raises:
+        GraphError: with every fault of the definition, or that there is no such file.
+    """
+    path = Path(source)
+    if str(source) in packaged_names():
+        path = PACKAGED / f"{source}.toml"
+    try:
+        document = path.read_bytes()
+        table = tomllib.loads(document.decode())
+    except OSError as error:
+        names = ", ".join(packaged_names())
+        reason = f"{error.strerror}; accepted: a file, or one of {names}"
+        raise GraphError(str(source), (reason,)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise GraphError(str(source), (f"not TOML: {error}",)) from error
+    return Pipeline(_Reader(path.stem).read(table), hashlib.sha256(document).hexdigest())
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Collects faults on the way, so that one bad key does not hide the next."""
+
+    name: str
+    faults: list[str] = field(default_factory=list)
+
+    def read(self, table: Mapping[str, Any]) -> Graph:
+        self._known_keys("definition", table, _TOP_KEYS)
+        self.name = self._text("definition", table, "name") or self.name
+        node_tables = self._table("definition", table, "nodes")
+        nodes = {
+            node_id: self._node(node_id, self._as_table(f"node {node_id}", node_table))
+            for node_id, node_table in node_tables.items()
+        }
+        listed = table.get("edges", [])
+        if not isinstance(listed, list):
+            self.faults.append(f"definition: edges {listed!r}; accepted: an array of tables")
+            listed = []
+        edges = []
+        for index, edge_table in enumerate(listed):
+            edge = self._edge(index, self._as_table(f"edge {index + 1}", edge_table), nodes)
+            if edge:
+                edges.append(edge)
+        faults = (*self.faults, *graph_faults(nodes, edges))
+        if faults:
+            raise GraphError(self.name, tuple(dict.fromkeys(faults)))
+        return Graph(self.name, nodes, tuple(edges))
+
+    def _node(self, node_id: str, table: Mapping[str, Any]) -> Node:
+        where = f"node {node_id}"
+        self._known_keys(where, table, _NODE_KEYS)
+        if not node_id.isidentifier():
+            self.faults.append(f"{where}: id {node_id!r}; accepted: letters, digits, underscores")
+        listed = table.get("stages")
+        if not isinstance(listed, list):
+            self.faults.append(f"{where}: stages {listed!r}; accepted: an array of names or tables")
+            listed = []
+        entry = table.get("entry")
+        required = table.get("required", False)
+        if not isinstance(required, bool):
+            self.faults.append(f"{where}: required {required!r}; accepted: true or false")
+        budget = table.get("budget")
+        return Node(
+            id=node_id,
+            label=self._text(where, table, "label") or node_id,
+            stages=tuple(self._stage(where, use) for use in listed),
+            lane=self._text(where, table, "lane") or "",
+            depth=self._count(where, table, "depth") if "depth" in table else 1,
+            entry=None if entry is None else self._bound(f"{where}: entry", entry),
+            budget_nbytes=None if budget is None else self._nbytes(where, table, "budget"),
+            required=required is True,
+        )
+
+    def _stage(self, where: str, use: Any) -> StageUse:  # noqa: ANN401 - whatever TOML held
+        options = dict(use) if isinstance(use, Mapping) else {}
+        name = options.pop("use", None) if options else use
+        if not isinstance(name, str):
+            accepted = "a name, or a table with the key 'use'"
+            self.faults.append(f"{where}: stage {use!r}; accepted: {accepted}")
+            return StageUse(repr(use), None)
+        implementation = self._import(where, name) if ":" in name else STAGES.get(name)
+        if implementation is None and ":" not in name:
+            hint = _nearest(name, STAGES)
+            self.faults.append(
+                f"{where}: no stage {name!r}{hint}; accepted: {', '.join(STAGES)}, "
+                "or package.module:Class"
+            )
+        if implementation is not None:
+            try:
+                inspect.signature(implementation).bind(**options)
+            except TypeError as error:
+                self.faults.append(f"{where}: options of stage {name!r}: {error}")
+        return StageUse(name, implementation, options)
+
+    def _import(self, where: str, name: str) -> type[StageType] | None:
+        module_name, _, class_name = name.partition(":")
+        try:
+            found = getattr(importlib.import_module(module_name), class_name)
+        except Exception as error:  # noqa: BLE001 - a user's module may fail in any way
+            self.faults.append(f"{where}: stage {name!r} cannot be imported: {error!r}")
+            return None
+        missing = [
+            wanted for wanted in ("inputs", "outputs", "lanes", "run") if not hasattr(found, wanted)
+        ]
+        if not isinstance(found, type) or missing:
+            wanted = "a class with inputs, outputs, lanes and run"
+            self.faults.append(f"{where}: stage {name!r} is {found!r}; accepted: {wanted}")
+            return None
+        ports = (*found.inputs.values(), *found.outputs.values())  # type: ignore[attr-defined]
+        if not all(isinstance(port, Port) for port in ports):
+            self.faults.append(f"{where}: stage {name!r}: accepted as ports: orbitkv.graph.Port")
+            return None
+        return found
+
+    def _edge(self, index: int, table: Mapping[str, Any], nodes: Mapping[str, Node]) -> Edge | None:
+        where = f"edge {index + 1}"
+        ends = (self._text(where, table, "from"), self._text(where, table, "to"))
+        if all(ends):
+            where = f"edge {ends[0]} > {ends[1]}"
+        self._known_keys(where, table, _EDGE_KEYS)
+        bound = self._bound(where, {key: table[key] for key in _BOUND_KEYS if key in table})
+        on_full = table.get("on_full", "wait")
+        if on_full not in get_args(OnFull):
+            accepted = ", ".join(get_args(OnFull))
+            self.faults.append(f"{where}: on_full {on_full!r}; accepted: {accepted}")
+            on_full = "wait"
+        if not ends[0] or not ends[1]:
+            return None
+        src, _, src_port = ends[0].partition(".")
+        dst, _, dst_port = ends[1].partition(".")
+        return Edge(
+            src=src,
+            src_port=src_port or self._only_port(where, nodes.get(src), "output"),
+            dst=dst,
+            dst_port=dst_port or self._only_port(where, nodes.get(dst), "input"),
+            max_items=bound.max_items,
+            max_nbytes=bound.max_nbytes,
+            on_full=on_full,
+        )
+
+    def _only_port(self, where: str, node: Node | None, kind: str) -> str:
+        """The port that an end without one means: the only one there is."""
+        if node is None or not node.resolved:
+            return "?"
+        ports = tuple(node.outputs if kind == "output" else node.inputs)
+        if len(ports) == 1:
+            return ports[0]
+        has = ", ".join(f"{node.id}.{port}" for port in ports) or "none"
+        self.faults.append(f"{where}: {node.id} has {len(ports)} {kind}s, name one; it has {has}")
+        return "?"
+
+    def _bound(self, where: str, value: Any) -> Bound:  # noqa: ANN401 - whatever TOML held
+        table = self._as_table(where, value)
+        self._known_keys(where, table, _BOUND_KEYS)
+        return Bound(
+            max_items=self._count(where, table, "items"),
+            max_nbytes=self._nbytes(where, table, "bytes"),
+        )
+
+    def _count(self, where: str, table: Mapping[str, Any], key: str) -> int:
+        value = table.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self._missing_or_bad(where, table, key, "a whole number of 1 or more")
+        return 1
+
+    def _nbytes(self, where: str, table: Mapping[str, Any], key: str) -> int:
+        if key in table:
+            try:
+                nbytes = parse_nbytes(table[key], setting=f"{where}: {key}")
+            except ConfigError as error:
+                self.faults.append(str(error))
+                return 1
+            if nbytes > 0:
+                return nbytes
+        self._missing_or_bad(where, table, key, "a size of 1 byte or more, such as 64 MiB")
+        return 1
+
+    def _text(self, where: str, table: Mapping[str, Any], key: str) -> str | None:
+        value = table.get(key)
+        if isinstance(value, str) and value and "\n" not in value:
+            return value
+        self._missing_or_bad(where, table, key, "a line of text")
+        return None
+
+    def _table(self, where: str, table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        if key in table:
+            return self._as_table(f"{where}: {key}", table[key])
+        self.faults.append(f"{where}: no {key!r}; accepted: a table")
+        return {}
+
+    def _as_table(self, where: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - from TOML
+        if isinstance(value, Mapping):
+            return value
+        self.faults.append(f"{where}: {value!r}; accepted: a table")
+        return {}
+
+    def _missing_or_bad(
+        self, where: str, table: Mapping[str, Any], key: str, accepted: str
+    ) -> None:
+        seen = f"{key} {table[key]!r}" if key in table else f"no {key!r}"
+        self.faults.append(f"{where}: {seen}; accepted: {accepted}")
+
+    def _known_keys(self, where: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
+        known = tuple(known)
+        for key in table:
+            if key not in known:
+                hint = _nearest(key, known)
+                self.faults.append(
+                    f"{where}: unknown key {key!r}{hint}; accepted: {', '.join(known)}"
+                )
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word, tuple(known), n=1, cutoff=0.0)
+    return f" (nearest: {found[0]!r})" if found else ""

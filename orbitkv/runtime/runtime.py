@@ -1,0 +1,359 @@
+"""Runtime: binds a graph's nodes to lanes and runs one task a node."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import structlog
+
+from orbitkv.cache.budget import Arena
+from orbitkv.cache.catalogue import Catalogue
+from orbitkv.config import Config
+from orbitkv.errors import Cancelled, Closed, Dropped, OrbitError, StageFault, Unavailable
+from orbitkv.graph import Edge, Graph, Node
+from orbitkv.runtime.channel import Channel, ChannelStatistics, Inbox
+from orbitkv.stages.base import Batch, Lane, Outputs, Stage, StageContext, unavailable_reason
+
+
+class OwnedLane(Lane, Protocol):
+    """A lane as the runtime holds it: started before the first batch, closed after the last."""
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+LaneFactory = Callable[[Node], OwnedLane]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatistics:
+    """What one node has done since its runtime started."""
+
+    batches: int
+    failed: int
+    busy_s: float
+
+
+@dataclass(slots=True)
+class BoundNode:
+    """A node with its lane, its stages, and the channels of its edges."""
+
+    node: Node
+    stages: tuple[Stage, ...]
+    ctx: StageContext
+    inputs: Inbox[Batch]
+    outputs: Mapping[str, Channel[Batch]]
+    batches: int = 0
+    failed: int = 0
+    busy_s: float = 0.0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for channel in self.outputs.values():
+            channel.close()
+
+    async def run_stages(self, batch: Batch) -> Outputs:
+        """Run the stages in order on the batch, which is abandoned if any of them fails.
+
+        Between two stages a batch whose ticket was cancelled goes no further.
+        """
+        started_s = time.perf_counter()
+        outputs: Outputs = {"in": batch}
+        try:
+            for stage in self.stages:
+                (batch,) = outputs.values()
+                if batch.part is not None and batch.part.ticket.cancelled:
+                    raise Cancelled("the request was cancelled")
+                outputs = await stage.run(batch, self.ctx)
+        except OrbitError as error:
+            self.failed += 1
+            batch.abandon(error)
+            return {}
+        except BaseException as error:
+            batch.abandon(_as_fault(self.node, error))
+            raise
+        finally:
+            self.batches += 1
+            self.busy_s += time.perf_counter() - started_s
+        return outputs
+
+    async def emit(self, outputs: Outputs) -> None:
+        """Send on, edge by edge. Only here does a node feel that the next one is slow."""
+        for port, batch in outputs.items():
+            channel = self.outputs.get(port)
+            if channel is None:
+                batch.abandon(Dropped(f"{self.node.id}.{port} leads nowhere here"))
+            else:
+                await channel.send(batch)
+
+
+def _as_fault(node: Node, error: BaseException) -> OrbitError:
+    if isinstance(error, asyncio.CancelledError):
+        return Closed(f"node {node.id} was stopped")
+    return StageFault(f"node {node.id}: {error!r}")
+
+
+async def run_node(bound: BoundNode) -> None:
+    """Pull, run the stages, emit; at most ``depth`` batches at once.
+
+    The outputs are closed however this ends, so that the next node drains and stops.
+    """
+    slots = asyncio.Semaphore(bound.node.depth)
+
+    async def run_batch(batch: Batch) -> None:
+        try:
+            await bound.emit(await bound.run_stages(batch))
+        finally:
+            slots.release()
+
+    async with bound, asyncio.TaskGroup() as under_way:
+        await slots.acquire()
+        async for batch in bound.inputs:
+            if bound.node.depth == 1:
+                await run_batch(batch)
+            else:
+                under_way.create_task(run_batch(batch))
+            await slots.acquire()
+
+
+def unavailable_nodes(graph: Graph, config: Config) -> dict[str, str]:
+    """Which nodes cannot run on this machine, and why, in the order of the definition.
+
+    A node is unavailable where one of its stages is, where nothing that runs leads to it, or
+    where an output that it must have leads only to such nodes.
+    """
+    reasons: dict[str, str] = {}
+    for node in graph.nodes.values():
+        for use in node.stages:
+            assert use.implementation
+            reason = unavailable_reason(use.implementation, config)
+            if reason:
+                reasons.setdefault(node.id, reason)
+    while True:
+        found = {
+            node.id: reason
+            for node in graph.nodes.values()
+            if node.id not in reasons and (reason := _stranded(graph, node, reasons))
+        }
+        if not found:
+            return {node_id: reasons[node_id] for node_id in graph.nodes if node_id in reasons}
+        reasons |= found
+
+
+def _stranded(graph: Graph, node: Node, reasons: Mapping[str, str]) -> str | None:
+    sources = [edge.src for edge in graph.into(node.id)]
+    if sources and node.entry is None and all(source in reasons for source in sources):
+        return f"nothing leads here: {', '.join(dict.fromkeys(sources))} cannot run"
+    for name, port in node.outputs.items():
+        ends = [edge.dst for edge in graph.out_of(node.id) if edge.src_port == name]
+        if ends and not port.optional and all(end in reasons for end in ends):
+            return f"output {name!r} leads nowhere: {', '.join(dict.fromkeys(ends))} cannot run"
+    return None
+
+
+class Runtime:
+    """One graph at work on the running loop. Use as an async context manager.
+
+    Args:
+        open_lane: Makes the lane of a node; nodes that name one lane share what it returns.
+
+    Attributes:
+        unavailable: Nodes that are switched off, and why.
+
+    Raises:
+        Unavailable: at construction, where a node that the definition requires cannot run.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        catalogue: Catalogue,
+        config: Config,
+        open_lane: LaneFactory,
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        self.graph = graph
+        self.unavailable = unavailable_nodes(graph, config)
+        self._log = log.bind(pipeline=graph.name)
+        live = [node for node in graph.nodes.values() if node.id not in self.unavailable]
+        faults = [
+            f"node {node.id}: {self.unavailable[node.id]}"
+            for node in graph.nodes.values()
+            if node.required and node.id in self.unavailable
+        ]
+        if not any(node.entry for node in live):
+            faults = [f"node {node_id}: {why}" for node_id, why in self.unavailable.items()]
+        if faults:
+            raise Unavailable(f"pipeline {graph.name!r} cannot start: {'; '.join(faults)}")
+        self._lanes: dict[str, OwnedLane] = {}
+        for node in live:
+            if node.lane not in self._lanes:
+                self._lanes[node.lane] = open_lane(node)
+        self._edges = {
+            edge: Channel[Batch](
+                str(edge),
+                max_items=edge.max_items,
+                max_nbytes=edge.max_nbytes,
+                on_full=edge.on_full,
+            )
+            for edge in graph.edges
+            if edge.src not in self.unavailable and edge.dst not in self.unavailable
+        }
+        self._entries: dict[type, Channel[Batch]] = {}
+        self._nodes = {node.id: self._bind(node, catalogue, config) for node in live}
+        self._fault: OrbitError | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    def _bind(self, node: Node, catalogue: Catalogue, config: Config) -> BoundNode:
+        inputs = [channel for edge, channel in self._edges.items() if edge.dst == node.id]
+        if node.entry:
+            entry = Channel[Batch](
+                f"entry of {node.id}",
+                max_items=node.entry.max_items,
+                max_nbytes=node.entry.max_nbytes,
+                on_full="wait",
+            )
+            inputs.insert(0, entry)
+            for port in node.inputs.values():
+                if port.entry:
+                    self._entries[port.payload] = entry
+        outputs = {e.src_port: channel for e, channel in self._edges.items() if e.src == node.id}
+        budget_nbytes = node.budget_nbytes and min(
+            node.budget_nbytes, config.storage_codec_budget_nbytes
+        )
+        ctx = StageContext(
+            node=node,
+            lane=self._lanes[node.lane],
+            arena=Arena(f"budget of node {node.id}", budget_nbytes) if budget_nbytes else None,
+            catalogue=catalogue,
+            config=config,
+            live_outputs=frozenset(outputs),
+            log=self._log.bind(node=node.id),
+        )
+        stages = tuple(_instantiate(use.implementation, use.options) for use in node.stages)
+        return BoundNode(node, stages, ctx, Inbox(tuple(inputs)), outputs)
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as started:
+            for lane in self._lanes.values():
+                await lane.start()
+                started.push_async_callback(lane.close)
+            started.pop_all()
+        self._running = asyncio.create_task(self._run(), name=f"orbitkv-{self.graph.name}")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def accepts(self, payload: type) -> bool:
+        """Whether work of this kind can be submitted here."""
+        return payload in self._entries
+
+    def batch_nbytes(self, payload: type) -> int:
+        """The most bytes that one submitted batch may have to pass every edge and budget."""
+        entry = self._entries[payload]
+        reached = {n.node.id for n in self._nodes.values() if entry in n.inputs.channels}
+        bounds = [entry.max_nbytes]
+        for edge, channel in self._in_order():
+            if edge.src in reached:
+                reached.add(edge.dst)
+                bounds.append(channel.max_nbytes)
+        arenas = [self._nodes[node_id].ctx.arena for node_id in reached]
+        return min(bounds + [arena.capacity_nbytes for arena in arenas if arena])
+
+    def _in_order(self) -> list[tuple[Edge, Channel[Batch]]]:
+        """Live edges, each after all edges that lead to its source."""
+        waiting = dict(self._edges)
+        ordered: list[tuple[Edge, Channel[Batch]]] = []
+        while waiting:
+            targets = {edge.dst for edge in waiting}
+            for edge in [edge for edge in waiting if edge.src not in targets]:
+                ordered.append((edge, waiting.pop(edge)))
+        return ordered
+
+    async def submit(self, batch: Batch) -> None:
+        """Put work in at its entry, in turn. The batch is the runtime's from the call on."""
+        entry = self._entries.get(type(batch))
+        if entry is None:
+            kind = type(batch).__name__
+            batch.abandon(Unavailable(f"pipeline {self.graph.name!r} takes no {kind} here"))
+        else:
+            await entry.send(batch)
+
+    async def close(self) -> None:
+        """Take nothing new, let everything under way end, then close the lanes."""
+        for entry in self._entries.values():
+            entry.close()
+        if self._running is not None:
+            await self._running
+        for lane in self._lanes.values():
+            await lane.close()
+
+    def statistics(self) -> tuple[dict[str, NodeStatistics], tuple[ChannelStatistics, ...]]:
+        """What every node has done, and every channel holds and has carried."""
+        nodes = {
+            node_id: NodeStatistics(bound.batches, bound.failed, bound.busy_s)
+            for node_id, bound in self._nodes.items()
+        }
+        channels = (*dict.fromkeys(self._entries.values()), *self._edges.values())
+        return nodes, tuple(channel.statistics() for channel in channels)
+
+    def leaks(self) -> list[str]:
+        """Workspace and queue places still held: none at rest."""
+        found = [
+            f"{bound.ctx.arena.name}: {bound.ctx.arena.used_nbytes} bytes"
+            for bound in self._nodes.values()
+            if bound.ctx.arena and bound.ctx.arena.used_nbytes
+        ]
+        for channel in self.statistics()[1]:
+            if channel.items or channel.senders_waiting:
+                found.append(f"{channel.name}: {channel.items} batches")
+        return found
+
+    async def _run(self) -> None:
+        """Run all nodes until their inputs are exhausted; a bug in a stage stops them all."""
+        try:
+            async with asyncio.TaskGroup() as nodes:
+                for bound in self._nodes.values():
+                    nodes.create_task(run_node(bound), name=f"node {bound.node.id}")
+        except* Exception as bugs:
+            self._fault = StageFault(f"pipeline {self.graph.name!r} stopped: {_first(bugs)!r}")
+            self._log.error("pipeline_stopped", exc_info=_first(bugs))
+        finally:
+            fault = self._fault or Closed(f"pipeline {self.graph.name!r} is closed")
+            for bound in self._nodes.values():
+                for channel in bound.inputs.channels:
+                    channel.abandon_all(fault)
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _instantiate(implementation: type[Any] | None, options: Mapping[str, Any]) -> Stage:
+    assert implementation is not None, "a checked graph has resolved stages"
+    stage: Stage = implementation(**options)
+    return stage
+
+

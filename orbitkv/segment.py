@@ -1,0 +1,381 @@
+"""Geometry of an engine's pages, and the keys that name what is stored of them.
+
+A *page* is the engine's allocation unit, a *slot* one layer's K, V or packed KV part of it, and a
+*segment* the contiguous bytes of one slot of one page: the unit of encoding and of CRC.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from orbitkv.errors import DestinationError, GeometryError
+
+NAMESPACE_PREFIX = "orbitkv:v2:"
+PAGE_HASH_NBYTES = 32
+
+DTYPE_NBYTES: Mapping[str, int] = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+}
+_WORD = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+
+
+class Role(StrEnum):
+    """What a slot holds. ``KV`` packs a head's K and V side by side: ``2 * head_dim`` wide."""
+
+    K = "k"
+    V = "v"
+    KV = "kv"
+
+
+class Axis(StrEnum):
+    """An axis of a registered tensor."""
+
+    PAGE = "page"
+    TOKEN = "token"
+    HEAD = "head"
+    DIM = "dim"
+
+
+NHD = (Axis.PAGE, Axis.TOKEN, Axis.HEAD, Axis.DIM)
+HND = (Axis.PAGE, Axis.HEAD, Axis.TOKEN, Axis.DIM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One layer's K, V or packed KV part of a page, as the engine declares it.
+
+    Attributes:
+        name: Key of its tensor at registration, unique in the geometry.
+        axes: Order of the tensor's axes. The order without ``page`` is that of a segment's bytes.
+        strides: Elements between neighbours, one an axis. None: any, as the tensor has them.
+        group: State group. A page is usable only if every group of it is there.
+    """
+
+    name: str
+    layer: int
+    role: Role
+    dtype: str
+    heads: int
+    head_dim: int
+    axes: tuple[Axis, ...] = HND
+    strides: tuple[int, ...] | None = None
+    group: str = "attention"
+
+    @property
+    def width(self) -> int:
+        """Elements along the ``dim`` axis."""
+        return self.head_dim * (2 if self.role is Role.KV else 1)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The slots of a page and the number of its tokens: declared, validated, never guessed.
+
+    Raises:
+        GeometryError: with every slot that cannot be.
+    """
+
+    page_tokens: int
+    slots: tuple[Slot, ...]
+
+    def __post_init__(self) -> None:
+        faults = tuple(self._faults())
+        if faults:
+            raise GeometryError(faults)
+
+    def _faults(self) -> Iterable[str]:
+        if self.page_tokens < 1:
+            yield f"page of {self.page_tokens} tokens; accepted: 1 or more"
+        if not self.slots:
+            yield "no slots"
+        seen: set[str] = set()
+        for slot in self.slots:
+            where = f"slot {slot.name!r}"
+            if slot.name in seen:
+                yield f"{where}: declared twice"
+            seen.add(slot.name)
+            if slot.dtype not in DTYPE_NBYTES:
+                yield f"{where}: dtype {slot.dtype!r}; accepted: {', '.join(DTYPE_NBYTES)}"
+            if min(slot.heads, slot.head_dim) < 1 or slot.layer < 0:
+                yield (
+                    f"{where}: layer {slot.layer}, {slot.heads} heads of {slot.head_dim}; "
+                    "accepted: layer 0 or more, one head or more of dimension one or more"
+                )
+            if sorted(slot.axes) != sorted(Axis):
+                yield f"{where}: axes {', '.join(slot.axes)}; accepted: each of {', '.join(Axis)}"
+            elif slot.axes[-1] is not Axis.DIM:
+                yield f"{where}: last axis is {slot.axes[-1]}; accepted: dim"
+
+    @cached_property
+    def groups(self) -> Mapping[str, tuple[int, ...]]:
+        """Indices of the slots of each state group, in order of declaration."""
+        groups: dict[str, tuple[int, ...]] = {}
+        for index, slot in enumerate(self.slots):
+            groups[slot.group] = (*groups.get(slot.group, ()), index)
+        return groups
+
+    @cached_property
+    def segment_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one segment of each slot."""
+        return tuple(
+            self.page_tokens * slot.heads * slot.width * DTYPE_NBYTES[slot.dtype]
+            for slot in self.slots
+        )
+
+    @cached_property
+    def page_nbytes(self) -> int:
+        """Bytes of one page over all its slots, as the engine holds it."""
+        return sum(self.segment_nbytes)
+
+    def shape(self, slot: Slot, pages: int) -> tuple[int, ...]:
+        """Shape of a slot's tensor that holds ``pages`` pages."""
+        lengths = {
+            Axis.PAGE: pages,
+            Axis.TOKEN: self.page_tokens,
+            Axis.HEAD: slot.heads,
+            Axis.DIM: slot.width,
+        }
+        return tuple(lengths[axis] for axis in slot.axes)
+
+    def fingerprint(self) -> bytes:
+        """Digest of what decides a segment's bytes. Strides do not, and are left out."""
+        fields = [b"geometry", str(self.page_tokens).encode()]
+        for slot in self.slots:
+            fields += [
+                str(value).encode()
+                for value in (
+                    slot.name,
+                    slot.layer,
+                    slot.role,
+                    slot.dtype,
+                    slot.heads,
+                    slot.head_dim,
+                    slot.group,
+                    ",".join(axis for axis in slot.axes if axis is not Axis.PAGE),
+                )
+            ]
+        return digest_fields(fields)
+
+
+def digest_fields(fields: Iterable[bytes]) -> bytes:
+    """SHA-256 over fields, each prefixed with its length (u64, little-endian).
+
+    The prefix keeps equal strings in different fields from ever colliding.
+    """
+    digest = hashlib.sha256()
+    for field in fields:
+        digest.update(struct.pack("<Q", len(field)))
+        digest.update(field)
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """Whose KV it is: two models, revisions or salts never share a byte.
+
+    Attributes:
+        rank, ranks: Part of a tensor-parallel model that this instance holds.
+        salt: Keeps tenants apart that must not see each other's prefixes.
+    """
+
+    name: str
+    revision: str = ""
+    rank: int = 0
+    ranks: int = 1
+    salt: bytes = b""
+
+
+def make_namespace(
+    model: ModelIdentity, geometry: Geometry, *, storage_codec: str, rotation_seed: int = 0
+) -> str:
+    """Name the space of keys whose bytes mean the same: ``orbitkv:v2:<64 hex>``."""
+    fields = (
+        model.name.encode(),
+        model.revision.encode(),
+        ",".join(dict.fromkeys(slot.dtype for slot in geometry.slots)).encode(),
+        geometry.fingerprint(),
+        str(geometry.page_tokens).encode(),
+        f"{model.rank}/{model.ranks}".encode(),
+        storage_codec.encode(),
+        str(rotation_seed).encode(),
+        model.salt,
+    )
+    return NAMESPACE_PREFIX + digest_fields(fields).hex()
+
+
+def hash_pages(namespace: str, tokens: Sequence[int], page_tokens: int) -> list[bytes]:
+    """Hash every full page of a token sequence, each chained to the one before it.
+
+    A page's hash covers its namespace, all tokens before it and its own, so that equal hashes
+    mean equal prefixes. Tokens past the last full page have no hash.
+
+    Returns:
+        ``len(tokens) // page_tokens`` digests of 32 bytes.
+    """
+    parent = digest_fields((b"root", namespace.encode()))
+    hashes = []
+    for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
+        page = np.asarray(tokens[start : start + page_tokens], dtype="<i8").tobytes()
+        parent = digest_fields((parent, page))
+        hashes.append(parent)
+    return hashes
+
+
+@dataclass(frozen=True)
+class StateKey:
+    """Names one object: (namespace, page hash, state group)."""
+
+    namespace: str
+    page_hash: bytes
+    group: str
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 that stands for the key in headers and indexes."""
+        return digest_fields((self.namespace.encode(), self.page_hash, self.group.encode()))
+
+
+class PagedTensors:
+    """One instance's registered CPU tensors, as words of the dtype's width.
+
+    Holds no copy: a page is a strided view of the engine's own memory.
+
+    Args:
+        geometry: What the engine declares.
+        tensors: A ``torch.Tensor`` on the CPU or ``np.ndarray`` for each slot's name, with the
+            shape of ``geometry.shape(slot, pages)`` and one number of pages in all.
+
+    Raises:
+        GeometryError: with every difference between a tensor and its slot.
+    """
+
+    def __init__(self, geometry: Geometry, tensors: Mapping[str, Any]) -> None:
+        faults: list[str] = []
+        names = {slot.name for slot in geometry.slots}
+        faults += [f"slot {name!r}: no tensor" for name in names - tensors.keys()]
+        faults += [f"tensor {name!r}: not declared" for name in tensors.keys() - names]
+        self.geometry = geometry
+        self._owners = dict(tensors)
+        self._words: list[npt.NDArray[np.unsignedinteger[Any]]] = []
+        page_counts: dict[int, str] = {}
+        for slot in geometry.slots:
+            if slot.name not in tensors:
+                continue
+            try:
+                words = _as_words(slot, tensors[slot.name])
+                _check_words(geometry, slot, words)
+            except GeometryError as error:
+                faults += error.faults
+                continue
+            page_axis = slot.axes.index(Axis.PAGE)
+            page_counts.setdefault(words.shape[page_axis], slot.name)
+            self._words.append(np.moveaxis(words, page_axis, 0))
+        if len(page_counts) > 1:
+            counts = ", ".join(f"{name!r} has {pages}" for pages, name in page_counts.items())
+            faults.append(f"tensors hold different numbers of pages: {counts}")
+        if faults:
+            raise GeometryError(tuple(faults))
+        self.pages = next(iter(page_counts))
+
+    def segment(self, slot_index: int, page_index: int) -> npt.NDArray[Any]:
+        """One page's part of a slot: a view, strided as the engine lays it out."""
+        return self._words[slot_index][page_index]
+
+    def check_indices(self, page_indices: Iterable[int], *, distinct: bool) -> None:
+        """Check every page index of a request before the first byte moves.
+
+        Raises:
+            DestinationError: naming all that are out of range or come twice.
+        """
+        indices = list(page_indices)
+        outside = sorted({index for index in indices if not 0 <= index < self.pages})
+        twice = sorted({index for index in indices if indices.count(index) > 1}) if (
+            distinct and len(set(indices)) < len(indices)
+        ) else []
+        faults = []
+        if outside:
+            faults.append(f"page index {_listing(outside)}; accepted: 0 to {self.pages - 1}")
+        if twice:
+            faults.append(f"page index {_listing(twice)} comes twice; accepted: distinct pages")
+        if faults:
+            raise DestinationError("; ".join(faults))
+
+
+def _listing(values: Sequence[int], *, most: int = 8) -> str:
+    shown = ", ".join(map(str, values[:most]))
+    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
+
+
+def _as_words(slot: Slot, tensor: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - torch or numpy
+    """View a tensor's memory as unsigned words, keeping its strides.
+
+    The dtype is compared by name, so that torch need not be imported to check a numpy array.
+    """
+    if isinstance(tensor, np.ndarray):
+        seen = str(tensor.dtype)
+        word_of = {"bfloat16": ("uint16",), "float8_e4m3fn": ("uint8",)}.get(slot.dtype, ())
+        if seen != slot.dtype and seen not in word_of:
+            wanted = " or ".join((slot.dtype, *word_of))
+            raise GeometryError((f"slot {slot.name!r}: dtype {seen}; declared {wanted}",))
+        return tensor.view(_WORD[DTYPE_NBYTES[slot.dtype]])
+    seen = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
+    if seen != slot.dtype:
+        raise GeometryError((f"slot {slot.name!r}: dtype {seen}; declared {slot.dtype}",))
+    device = str(getattr(tensor, "device", "an unknown device"))
+    if device != "cpu":
+        message = f"slot {slot.name!r}: on {device}; accepted in this release: cpu"
+        raise GeometryError((message,))
+    import torch  # noqa: PLC0415 - only an engine that brings torch pays for its import
+
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}[DTYPE_NBYTES[slot.dtype]]
+    words: npt.NDArray[Any] = tensor.detach().view(signed).numpy()
+    return words.view(_WORD[words.itemsize])
+
+
+def _check_words(geometry: Geometry, slot: Slot, words: npt.NDArray[Any]) -> None:
+    where = f"slot {slot.name!r}"
+    if words.ndim != len(slot.axes):
+        axes = ", ".join(slot.axes)
+        raise GeometryError((f"{where}: {words.ndim} axes; declared {len(slot.axes)} ({axes})",))
+    faults = []
+    pages = words.shape[slot.axes.index(Axis.PAGE)]
+    wanted = geometry.shape(slot, pages)
+    if words.shape != wanted:
+        axes = ", ".join(slot.axes)
+        faults.append(f"{where}: shape {words.shape}; declared {wanted} as ({axes})")
+    if pages < 1:
+        faults.append(f"{where}: no pages")
+    strides = tuple(stride // words.itemsize for stride in words.strides)
+    if slot.strides is not None and strides != slot.strides:
+        faults.append(f"{where}: strides {strides}; declared {slot.strides}")
+    if not faults and _overlaps(words):
+        faults.append(f"{where}: strides {strides} overlap; accepted: each element on its own")
+    if words.shape[-1] > 1 and strides[-1] != 1:
+        faults.append(f"{where}: stride {strides[-1]} along dim; accepted: 1")
+    if not words.flags.writeable:
+        faults.append(f"{where}: read-only memory; accepted: writable")
+    if faults:
+        raise GeometryError(tuple(faults))
+
+
+def _overlaps(words: npt.NDArray[Any]) -> bool:
+    """Whether two elements may share memory: each axis must step over all smaller ones."""
+    span = words.itemsize
+    steps = zip(words.strides, words.shape, strict=True)
+    for stride, length in sorted((s, n) for s, n in steps if n > 1):
+        if stride < span:
+            return True
+        span = stride * (length - 1) + span
+    return False

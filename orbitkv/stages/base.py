@@ -1,0 +1,133 @@
+"""What a stage is, what it is given, and what a lane promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+import structlog
+
+from orbitkv.cache.budget import Arena
+from orbitkv.cache.catalogue import Catalogue
+from orbitkv.config import Config
+from orbitkv.errors import OrbitError
+from orbitkv.graph import Node, Port
+from orbitkv.objects import Bytes
+from orbitkv.stages.ticket import Part
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Batch(Protocol):
+    """What travels along an edge. Whoever holds a batch last ends it, exactly once.
+
+    Attributes:
+        part: The share of a ticket that the batch settles; None for background work.
+    """
+
+    @property
+    def part(self) -> Part | None: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the batch keeps from others while it waits."""
+        ...
+
+    def abandon(self, error: OrbitError) -> None:
+        """End the batch without having done its work: free what it holds, fail its part."""
+        ...
+
+
+Outputs = Mapping[str, Batch]
+"""Batches by output port. A port that is left out emits nothing."""
+
+
+class Lane(Protocol):
+    """Where a node's work is ordered. Stages enqueue; only lanes wait."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run host work off the loop, in its turn. A cancelled caller still waits for its end."""
+        ...
+
+
+@runtime_checkable
+class StreamLane(Lane, Protocol):
+    """A lane whose work runs in order, and can be ordered after an engine's event."""
+
+    async def reached(self, event: object) -> None:
+        """Return once what the engine queued before its event is over."""
+        ...
+
+
+class Transfer(NamedTuple):
+    """One move between a file and host memory, short if the file ends first.
+
+    ``buffer`` is uint8[n], contiguous, 1 to 2**30 bytes, and writable if it is read into. With
+    O_DIRECT its address, n and ``offset`` are multiples of the device's block (512 B).
+    """
+
+    fd: int
+    buffer: Bytes
+    offset: int
+
+
+@runtime_checkable
+class IoLane(Lane, Protocol):
+    """A lane that moves bytes between host memory and files, with a bound on what is in flight."""
+
+    async def read_many(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
+        """Fill every buffer from its file. Gives per transfer the bytes moved, or the refusal."""
+        ...
+
+    async def write_many(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
+        """Write every buffer to its file. Gives per transfer the bytes moved, or the refusal."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageContext:
+    """What a node's stages work with.
+
+    Attributes:
+        arena: Workspace of the node, where its definition gives it a budget.
+        live_outputs: Output ports of the node that lead to a node that runs.
+    """
+
+    node: Node
+    lane: Lane
+    arena: Arena | None
+    catalogue: Catalogue
+    config: Config
+    live_outputs: frozenset[str]
+    log: structlog.stdlib.BoundLogger
+
+
+class Stage(Protocol):
+    """One step of a node. Options of the definition are its constructor's keywords.
+
+    A stage class may also have ``unavailable(config) -> str | None``, a static method that tells
+    why it cannot run on this machine; its node's arm is then switched off.
+    """
+
+    inputs: ClassVar[Mapping[str, Port]]
+    outputs: ClassVar[Mapping[str, Port]]
+    lanes: ClassVar[frozenset[str]]
+
+    async def run(self, batch: Any, ctx: StageContext) -> Outputs:  # noqa: ANN401 - its port's type
+        """Take over ``batch``, and return what goes on.
+
+        On an OrbitError the runtime abandons ``batch``; whatever the stage took itself, it frees.
+        """
+        ...
+
+
+def unavailable_reason(implementation: type, config: Config) -> str | None:
+    """Why a stage cannot run on this machine; None where it can, or does not say."""
+    probe = getattr(implementation, "unavailable", None)
+    reason: str | None = probe(config) if probe else None
+    return reason

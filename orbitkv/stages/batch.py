@@ -1,0 +1,288 @@
+"""The batches that travel along the edges: one class an arrow's meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from orbitkv.cache.budget import Lease
+from orbitkv.cache.catalogue import Catalogue, Copy
+from orbitkv.errors import CorruptObject, OrbitError
+from orbitkv.objects import (
+    PAYLOAD_ALIGN_NBYTES,
+    RawReason,
+    Segment,
+    align_up,
+)
+from orbitkv.segment import PagedTensors, StateKey
+from orbitkv.stages.ticket import Part
+
+Words = npt.NDArray[Any]
+Recode = Callable[[Segment], tuple[int, bytes] | None]
+R = TypeVar("R", bound="RestoreBatch")
+
+
+@dataclass(slots=True, eq=False)
+class PublishBatch:
+    """Submitted to a save's E: pages to gather, after the engine's event.
+
+    Attributes:
+        pages: (key of one state group of the page, page index), at most 256 segments in all.
+    """
+
+    part: Part
+    tensors: PagedTensors
+    pages: tuple[tuple[StateKey, int], ...]
+    ready: object | None
+    nbytes: int
+
+    def abandon(self, error: OrbitError) -> None:
+        """Fail the part; nothing is held yet."""
+        self.part.fail(error)
+
+
+@dataclass(slots=True, eq=False)
+class PageBatch:
+    """From E to C: where the segments of each object lie in the engine's own memory.
+
+    Attributes:
+        objects: (key, one strided view a segment). The pages stay the engine's, and must not
+            change, until the part is settled.
+    """
+
+    part: Part
+    objects: tuple[tuple[StateKey, tuple[Words, ...]], ...]
+    nbytes: int
+
+    def abandon(self, error: OrbitError) -> None:
+        """Fail the part; the engine's pages are read no more."""
+        self.part.fail(error)
+
+
+@dataclass(slots=True, eq=False)
+class EncodedBatch:
+    """Inside C: the segments of each object in the form in which they will be stored.
+
+    Attributes:
+        objects: (key, segments). A segment stored raw may still lie in the engine's own page.
+        lease: The codec workspace that the other payloads lie in.
+    """
+
+    part: Part
+    objects: tuple[tuple[StateKey, tuple[Segment, ...]], ...]
+    lease: Lease | None
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of all segments."""
+        return sum(s.stored_nbytes for _, segments in self.objects for s in segments)
+
+    def recode(self, encode: Recode) -> None:
+        """Change the representation of segments; the CRC of a changed one is to be made anew.
+
+        Args:
+            encode: Gives (format, stored bytes), or None to leave a segment as it is. A result
+                whose 512 B aligned footprint saves less than 12.5 % of the original's is left.
+        """
+        for _, segments in self.objects:
+            for segment in segments:
+                encoded = encode(segment)
+                if encoded is None:
+                    continue
+                stored_format, payload = encoded
+                if worth_encoding(len(payload), segment.original_nbytes):
+                    segment.format = stored_format
+                    segment.payload = np.frombuffer(payload, np.uint8)
+                    segment.crc32 = None
+                else:
+                    segment.raw_reason = RawReason.SAVES_TOO_LITTLE
+
+    def release(self) -> None:
+        """Give the workspace back, once no payload in it is read any more."""
+        if self.lease:
+            self.lease.release()
+
+    def abandon(self, error: OrbitError) -> None:
+        """Give the workspace back and fail the part."""
+        self.release()
+        self.part.fail(error)
+
+
+class SealedBatch(EncodedBatch):
+    """From C to D and G: every segment has its CRC."""
+
+
+def worth_encoding(stored_nbytes: int, original_nbytes: int) -> bool:
+    """Whether a representation saves 12.5 % of the raw footprint, both 512 B aligned."""
+    raw_nbytes = align_up(original_nbytes, PAYLOAD_ALIGN_NBYTES)
+    return align_up(stored_nbytes, PAYLOAD_ALIGN_NBYTES) * 8 <= raw_nbytes * 7
+
+
+@dataclass(slots=True, eq=False)
+class WriteBatch:
+    """From D to U: objects to write to SSD.
+
+    The references are weak: an object evicted before its turn is skipped. Nothing here is
+    charged to the edge but the bytes it names, and dropping it leaves every write retryable.
+    """
+
+    catalogue: Catalogue
+    copies: tuple[Copy, ...]
+    part: None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are to be written."""
+        return sum(copy.nbytes for copy in self.copies)
+
+    def abandon(self, error: OrbitError) -> None:  # noqa: ARG002 - nobody waits for the reason
+        """Forget the writes; each may be queued again."""
+        for copy in self.copies:
+            copy.write_queued = False
+        self.catalogue.counters["ssd_writes_dropped"] += len(self.copies)
+
+
+@dataclass(slots=True, eq=False)
+class PeerBatch:
+    """From D to P: objects to offer to other hosts. Weak references, like those of a write."""
+
+    catalogue: Catalogue
+    copies: tuple[Copy, ...]
+    part: None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are offered."""
+        return sum(copy.nbytes for copy in self.copies)
+
+    def abandon(self, error: OrbitError) -> None:  # noqa: ARG002 - nobody waits for the reason
+        """Offer nothing; a later save offers again."""
+        self.catalogue.counters["peer_offers_dropped"] += len(self.copies)
+
+
+class StagedBatch(SealedBatch):
+    """From G to S: encoded objects in registered GPU memory, padding zeroed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where one object's segments go: slots of one page of one instance."""
+
+    page_hash: bytes
+    page_index: int
+    slot_indices: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class RestoreBatch:
+    """Objects on their way back to an engine. Every copy is pinned until the batch ends.
+
+    Its subclasses are the same objects at the stations of their way; the names keep a definition
+    from leaving a station out.
+
+    Attributes:
+        tensors: The instance's registered pages.
+        items: (pinned copy, destination).
+        segments: Of each item, once they have been validated.
+        missed: Hashes that turned out not to be restorable; the rest goes on without them.
+    """
+
+    part: Part
+    catalogue: Catalogue
+    tensors: PagedTensors
+    items: list[tuple[Copy, Destination]]
+    segments: list[list[Segment]] = field(default_factory=list)
+    missed: set[bytes] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of the objects."""
+        return sum(copy.nbytes for copy, _ in self.items)
+
+    def become(self, station: type[R]) -> R:
+        """Hand everything over to the batch of the next station."""
+        return station(
+            self.part, self.catalogue, self.tensors, self.items, self.segments, self.missed
+        )
+
+    def miss(self, copy: Copy, destination: Destination) -> None:
+        """Leave one object out: its page is a miss, and its pin is given back."""
+        self.missed.add(destination.page_hash)
+        self.catalogue.unpin(copy)
+
+    def settle(self) -> None:
+        """Every page that is still here has been placed: give the pins back and say so."""
+        done = {destination.page_hash for _, destination in self.items} - self.missed
+        self._unpin_all()
+        self.part.settle(done=done)
+
+    def abandon(self, error: OrbitError) -> None:
+        """Give the pins back and fail the part."""
+        self._unpin_all()
+        self.part.fail(error)
+
+    def _unpin_all(self) -> None:
+        for copy, _ in self.items:
+            self.catalogue.unpin(copy)
+        self.items.clear()
+
+
+class FetchBatch(RestoreBatch):
+    """Submitted to a restore's D: copies in DRAM."""
+
+
+class ReadBatch(RestoreBatch):
+    """Submitted to a restore's U: copies on SSD."""
+
+
+class LoadedBatch(RestoreBatch):
+    """From U or P to D: copies in pool memory that nothing has checked, hidden until D admits."""
+
+
+class ResidentBatch(RestoreBatch):
+    """From D to R: copies in DRAM whose headers stood when they were admitted."""
+
+
+class UploadedBatch(RestoreBatch):
+    """Inside R: objects where the decoder reads them; on a host, the pool itself."""
+
+
+class ValidatedBatch(RestoreBatch):
+    """Inside R and V: objects whose lengths, formats and CRCs stand, as lists of segments."""
+
+    def recode(self, decode: Recode) -> None:
+        """Undo a representation: give (``Format.RAW``, original bytes), or None to leave it.
+
+        Raises:
+            CorruptObject: the bytes have another length than the original.
+        """
+        for segment in (segment for segments in self.segments for segment in segments):
+            decoded = decode(segment)
+            if decoded is None:
+                continue
+            segment.format, payload = decoded
+            if len(payload) != segment.original_nbytes:
+                raise CorruptObject(
+                    f"decoded {len(payload)} bytes; the original had {segment.original_nbytes}"
+                )
+            segment.payload = np.frombuffer(payload, np.uint8)
+
+
+class DirectReadBatch(RestoreBatch):
+    """Submitted to a restore's S: copies on SSD that cuFile reads."""
+
+
+class LandedBatch(RestoreBatch):
+    """From S by way of G to V: objects in registered GPU memory that nothing has checked."""
+
+
+class PeerReadBatch(RestoreBatch):
+    """Submitted to a restore's P: objects that another host may have."""
+
+
+class DecodedBatch(RestoreBatch):
+    """From R or V to E: segments in the engine's own representation."""

@@ -1,0 +1,167 @@
+"""Ticket: the handle of a submitted save or restore, and the parts that its batches settle."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+
+from orbitkv.errors import Cancelled, OrbitError
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A save ended. Every page named is in one of the three.
+
+    Attributes:
+        stored: Hashes whose objects are now resident.
+        resident: Hashes that were resident before, and were not copied.
+        dropped: Hashes that could not be stored, and may be published again.
+    """
+
+    stored: tuple[bytes, ...]
+    resident: tuple[bytes, ...]
+    dropped: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A restore ended, and at least one page was placed.
+
+    Attributes:
+        restored: Hashes whose pages hold the saved bytes.
+        missed: Hashes whose pages must be recomputed; their destinations are untouched.
+    """
+
+    restored: tuple[bytes, ...]
+    missed: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A restore ended, and no page was placed."""
+
+    missed: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request ended with a fault. Whatever it had submitted has run to its end."""
+
+    error: OrbitError
+
+
+Outcome = Saved | Restored | Miss | Failed
+
+
+class Part:
+    """One batch's share of a ticket: settled exactly once, however the batch ends."""
+
+    __slots__ = ("_settled", "hashes", "ticket")
+
+    def __init__(self, ticket: Ticket, hashes: tuple[bytes, ...]) -> None:
+        self.ticket = ticket
+        self.hashes = hashes
+        self._settled = False
+
+    def settle(self, *, done: Iterable[bytes]) -> None:
+        """Tell which of the part's pages were stored or placed. The others were not."""
+        if not self._settled:
+            self._settled = True
+            self.ticket._settle(self, frozenset(done), None)  # noqa: SLF001 - two halves of one
+
+    def fail(self, error: OrbitError) -> None:
+        """End the part with a fault, which ends the whole ticket once its other parts are over."""
+        if not self._settled:
+            self._settled = True
+            self.ticket._settle(self, frozenset(), error)  # noqa: SLF001 - two halves of one
+
+
+class Ticket:
+    """A submitted request. It ends only when none of its batches is under way any more.
+
+    Wait for it from a thread with ``result()``, or on any event loop with ``await``.
+
+    Args:
+        conclude: Makes the outcome from the pages done and not done, in the order asked for.
+    """
+
+    def __init__(
+        self, conclude: Callable[[tuple[bytes, ...], tuple[bytes, ...]], Outcome]
+    ) -> None:
+        self._conclude = conclude
+        self._future: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
+        self._hashes: list[bytes] = []
+        self._done: set[bytes] = set()
+        self._not_done: set[bytes] = set()
+        self._open_parts = 0
+        self._sealed = False
+        self._error: OrbitError | None = None
+        self._cancel = threading.Event()
+
+    def part(self, hashes: tuple[bytes, ...]) -> Part:
+        """Open a share for one batch. Several parts may name one page: all must be done."""
+        assert not self._sealed, "a sealed ticket takes no more parts"
+        self._hashes += hashes
+        self._open_parts += 1
+        return Part(self, hashes)
+
+    def seal(self) -> None:
+        """No more parts will come: the ticket may end."""
+        self._sealed = True
+        self._end_if_over()
+
+    def fail(self, error: OrbitError) -> None:
+        """Record a fault that belongs to no batch. The first fault is the outcome's."""
+        self._error = self._error or error
+
+    def cancel(self) -> None:
+        """Stop what has not been submitted to a lane. May be called from any thread."""
+        self._cancel.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether batches that have not been submitted must be let go."""
+        return self._cancel.is_set()
+
+    @property
+    def done(self) -> bool:
+        """Whether the ticket has ended."""
+        return self._future.done()
+
+    def result(self, timeout_s: float | None = None) -> Outcome:
+        """Wait for the outcome, from any thread but the manager's loop.
+
+        Raises:
+            TimeoutError: the ticket has not ended within ``timeout_s``; it goes on.
+        """
+        return self._future.result(timeout_s)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call once the ticket has ended, on the manager's loop; at once if it has."""
+        self._future.add_done_callback(lambda _: call())
+
+    def __await__(self) -> Generator[object, None, Outcome]:
+        # Shielded: a waiter that goes away does not end the request.
+        return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+
+    def _settle(self, part: Part, done: frozenset[bytes], error: OrbitError | None) -> None:
+        self._done |= done
+        self._not_done |= set(part.hashes) - done
+        self._error = self._error or error
+        self._open_parts -= 1
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        if not self._sealed or self._open_parts or self._future.done():
+            return
+        if self.cancelled:
+            self._error = self._error or Cancelled("the request was cancelled")
+        if self._error is not None:
+            self._future.set_result(Failed(self._error))
+            return
+        order = tuple(dict.fromkeys(self._hashes))
+        done = tuple(h for h in order if h in self._done and h not in self._not_done)
+        self._future.set_result(self._conclude(done, tuple(h for h in order if h not in done)))
