@@ -6,10 +6,11 @@ canonical (each offset follows from the lengths), so a reader never trusts an of
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,31 +27,16 @@ MAX_SEGMENT_NBYTES = 2**40
 
 Bytes = npt.NDArray[np.uint8]
 
-HEADER = np.dtype(
-    [
-        ("magic", "S8"),
-        ("version", "<u2"),
-        ("header_nbytes", "<u2"),
-        ("segments", "<u4"),
-        ("generation", "<u8"),
-        ("total_nbytes", "<u8"),
-        ("key_digest", "V32"),
-        ("reserved", "V28"),
-        ("crc32", "<u4"),
-    ]
-)
-ROW = np.dtype(
-    [
-        ("format", "u1"),
-        ("raw_reason", "u1"),
-        ("flags", "<u2"),
-        ("crc32", "<u4"),
-        ("original_nbytes", "<u8"),
-        ("stored_nbytes", "<u8"),
-        ("offset", "<u8"),
-    ]
-)
-_CRC_OFFSET = HEADER.fields["crc32"][1]  # type: ignore[index]
+# magic, version, header_nbytes, segments, generation, total_nbytes, key digest, 28 bytes of zero,
+# and behind them the CRC-32 of these bytes and the table.
+_HEADER = struct.Struct("<8sHHIQQ32s28s")
+_CRC = struct.Struct("<I")
+HEADER_NBYTES = _HEADER.size + _CRC.size
+# format, raw_reason, flags, crc32, original_nbytes, stored_nbytes, offset
+_ROW_FIELDS = "BBHIQQQ"
+_ROW = struct.Struct("<" + _ROW_FIELDS)
+ROW_NBYTES = _ROW.size
+_RESERVED = bytes(28)
 
 
 class Format(IntEnum):
@@ -91,7 +77,8 @@ class Segment:
         format: A ``Format``, or a number of ``USER_FORMATS``.
         payload: Stored bytes, uint8[stored_nbytes], host, contiguous.
         original_nbytes: Length of the engine's bytes, whatever the format.
-        crc32: Of ``payload``; None until the crc32 stage has seen it.
+        crc32: Of ``payload``; None until it has been computed.
+        offset: Where in its object's image the payload lies already; None: somewhere else.
     """
 
     format: int
@@ -99,6 +86,7 @@ class Segment:
     original_nbytes: int
     raw_reason: int = RawReason.CHOSEN
     crc32: int | None = None
+    offset: int | None = None
 
     @property
     def stored_nbytes(self) -> int:
@@ -106,84 +94,98 @@ class Segment:
         return self.payload.nbytes
 
 
+class Row(NamedTuple):
+    """One row of the segment table, as stored."""
+
+    format: int
+    raw_reason: int
+    flags: int
+    crc32: int
+    original_nbytes: int
+    stored_nbytes: int
+    offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an object says of itself, after it has been checked.
-
-    Attributes:
-        table: Rows of dtype ``ROW``, one a segment; a view of the object's own bytes.
-    """
+    """What an object says of itself, after it has been checked."""
 
     generation: int
     total_nbytes: int
     key_digest: bytes
-    table: npt.NDArray[Any]
+    rows: tuple[Row, ...]
 
 
 def object_nbytes(stored_nbytes: Sequence[int]) -> int:
     """Length of an object whose segments have these stored lengths."""
-    end = HEADER.itemsize + ROW.itemsize * len(stored_nbytes)
-    for nbytes in stored_nbytes:
-        end = align_up(end, PAYLOAD_ALIGN_NBYTES) + nbytes
+    offsets = payload_offsets(stored_nbytes)
+    end = offsets[-1] + stored_nbytes[-1] if offsets else HEADER_NBYTES
     return align_up(end, OBJECT_ALIGN_NBYTES)
+
+
+def payload_offsets(stored_nbytes: Sequence[int]) -> list[int]:
+    """Offset of each payload in an object whose segments have these stored lengths."""
+    offsets = []
+    end = HEADER_NBYTES + ROW_NBYTES * len(stored_nbytes)
+    for nbytes in stored_nbytes:
+        offsets.append(align_up(end, PAYLOAD_ALIGN_NBYTES))
+        end = offsets[-1] + nbytes
+    return offsets
 
 
 def write_object(
     image: Bytes, segments: Sequence[Segment], *, key_digest: bytes, generation: int
-) -> None:
-    """Lay an object out in ``image``, every byte of which is written, padding with zeros.
+) -> int:
+    """Lay an object out at the start of ``image``; every byte of it is written, padding with zeros.
+
+    Payloads that lie in the image already are moved only where their place has changed, which
+    it may only towards the start.
 
     Args:
-        image: uint8[object_nbytes(...)], host.
+        image: uint8[n], host, with room for the object.
         segments: With their CRCs.
 
+    Returns:
+        Length of the object: a multiple of 4 KiB.
+
     Raises:
-        ValueError: a segment has no CRC, or ``image`` has another length.
+        ValueError: no segments, one has no CRC, or ``image`` is too short.
     """
-    table = np.zeros(len(segments), ROW)
-    table["format"] = [segment.format for segment in segments]
-    table["raw_reason"] = [segment.raw_reason for segment in segments]
-    table["crc32"] = [_sealed(segment) for segment in segments]
-    table["original_nbytes"] = [segment.original_nbytes for segment in segments]
-    table["stored_nbytes"] = stored = np.array([s.stored_nbytes for s in segments], np.int64)
-    offsets, total_nbytes = _canonical_layout(stored)
-    table["offset"] = offsets
-    if image.nbytes != total_nbytes:
+    if not segments:
+        raise ValueError("an object without segments")
+    offsets = payload_offsets([segment.payload.nbytes for segment in segments])
+    table_end = HEADER_NBYTES + ROW_NBYTES * len(segments)
+    total_nbytes = align_up(offsets[-1] + segments[-1].payload.nbytes, OBJECT_ALIGN_NBYTES)
+    if image.nbytes < total_nbytes:
         raise ValueError(f"object of {total_nbytes} bytes in {image.nbytes} bytes")
-    header = np.zeros(1, HEADER)
-    header["magic"] = MAGIC
-    header["version"] = VERSION
-    header["header_nbytes"] = HEADER.itemsize
-    header["segments"] = len(segments)
-    header["generation"] = generation
-    header["total_nbytes"] = total_nbytes
-    header["key_digest"] = np.void(key_digest)
-    head = header.view(np.uint8)
-    header["crc32"] = crc32(table.view(np.uint8), crc32(head[:_CRC_OFFSET]))
-    end = HEADER.itemsize + table.nbytes
-    image[: HEADER.itemsize] = head
-    image[HEADER.itemsize : end] = table.view(np.uint8)
-    for segment, offset in zip(segments, offsets.tolist(), strict=True):
+    rows: list[int] = []
+    end = table_end
+    for segment, offset in zip(segments, offsets, strict=True):
+        if segment.crc32 is None:
+            raise ValueError("segment without a CRC: the crc32 stage must run before it is stored")
+        payload = segment.payload
+        nbytes = payload.nbytes
         if offset > end:
             image[end:offset] = 0
-        end = offset + segment.stored_nbytes
-        image[offset:end] = segment.payload
-    image[end:] = 0
-
-
-def _sealed(segment: Segment) -> int:
-    if segment.crc32 is None:
-        raise ValueError("segment without a CRC: the crc32 stage must run before it is stored")
-    return segment.crc32
-
-
-def _canonical_layout(stored_nbytes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Offset of each payload, and the total length, both of which follow from the lengths."""
-    first = align_up(HEADER.itemsize + ROW.itemsize * len(stored_nbytes), PAYLOAD_ALIGN_NBYTES)
-    spans = -(-stored_nbytes // PAYLOAD_ALIGN_NBYTES) * PAYLOAD_ALIGN_NBYTES
-    offsets = first + np.cumsum(spans) - spans
-    end = int(offsets[-1] + stored_nbytes[-1]) if len(stored_nbytes) else first
-    return offsets, align_up(end, OBJECT_ALIGN_NBYTES)
+        end = offset + nbytes
+        if segment.offset != offset:
+            image[offset:end] = payload
+        rows += (
+            segment.format,
+            segment.raw_reason,
+            0,
+            segment.crc32,
+            segment.original_nbytes,
+            nbytes,
+            offset,
+        )
+    image[end:total_nbytes] = 0
+    table = struct.pack("<" + _ROW_FIELDS * len(segments), *rows)
+    fields = (HEADER_NBYTES, len(segments), generation, total_nbytes, key_digest, _RESERVED)
+    head = _HEADER.pack(MAGIC, VERSION, *fields)
+    seal = _CRC.pack(crc32(table, crc32(head)))
+    image[:table_end] = np.frombuffer(head + seal + table, np.uint8)
+    return total_nbytes
 
 
 def read_header(image: Bytes, *, key_digest: bytes | None = None) -> Header:
@@ -196,37 +198,40 @@ def read_header(image: Bytes, *, key_digest: bytes | None = None) -> Header:
     Raises:
         CorruptObject: naming the field, what was seen, and what is accepted.
     """
-    if image.nbytes < HEADER.itemsize:
-        raise CorruptObject(f"{image.nbytes} bytes; accepted: {HEADER.itemsize} or more")
-    header = image[: HEADER.itemsize].view(HEADER)[0]
-    _expect("magic", header["magic"].ljust(8, b"\0"), MAGIC)
-    _expect("version", int(header["version"]), VERSION)
-    _expect("header_nbytes", int(header["header_nbytes"]), HEADER.itemsize)
-    _expect("total_nbytes", int(header["total_nbytes"]), image.nbytes)
-    segments = int(header["segments"])
-    table_end = HEADER.itemsize + ROW.itemsize * segments
+    if image.nbytes < HEADER_NBYTES:
+        raise CorruptObject(f"{image.nbytes} bytes; accepted: {HEADER_NBYTES} or more")
+    head = image[: _HEADER.size].tobytes()
+    magic, version, header_nbytes, segments, generation, total_nbytes, digest, reserved = (
+        _HEADER.unpack(head)
+    )
+    _expect("magic", magic, MAGIC)
+    _expect("version", version, VERSION)
+    _expect("header_nbytes", header_nbytes, HEADER_NBYTES)
+    _expect("total_nbytes", total_nbytes, image.nbytes)
+    _expect("reserved bytes", reserved, _RESERVED)
+    table_end = HEADER_NBYTES + ROW_NBYTES * segments
     if not 0 < segments <= MAX_SEGMENTS or table_end > image.nbytes:
         raise CorruptObject(f"segments {segments} in an object of {image.nbytes} bytes")
-    body = image[HEADER.itemsize : table_end]
-    seen = crc32(body, crc32(image[:_CRC_OFFSET]))
-    _expect("header crc32", seen, int(header["crc32"]))
+    table = image[HEADER_NBYTES:table_end].tobytes()
+    (stored_crc,) = _CRC.unpack(image[_HEADER.size : HEADER_NBYTES].tobytes())
+    _expect("crc32 of header and table", crc32(table, crc32(head)), stored_crc)
     if key_digest is not None:
-        _expect("key digest", bytes(header["key_digest"]).hex(), key_digest.hex())
-    table = body.view(ROW)
-    if table["stored_nbytes"].max() > image.nbytes:
-        raise CorruptObject(f"stored_nbytes {table['stored_nbytes'].max()} in {image.nbytes} bytes")
-    if table["original_nbytes"].max() > MAX_SEGMENT_NBYTES:
-        raise CorruptObject(f"original_nbytes {table['original_nbytes'].max()}")
-    offsets, total_nbytes = _canonical_layout(table["stored_nbytes"].astype(np.int64))
-    _expect("total_nbytes", image.nbytes, total_nbytes)
-    if not np.array_equal(offsets, table["offset"]):
-        raise CorruptObject("offsets are not those that follow from the stored lengths")
-    raw = table["format"] == Format.RAW
-    if not np.array_equal(table["stored_nbytes"][raw], table["original_nbytes"][raw]):
-        raise CorruptObject("a raw segment is stored with another length than its own")
-    if table["flags"].any() or any(bytes(header["reserved"])):
-        raise CorruptObject("reserved bits are set")
-    return Header(int(header["generation"]), total_nbytes, bytes(header["key_digest"]), table)
+        _expect("key digest", digest.hex(), key_digest.hex())
+    rows = tuple(Row._make(fields) for fields in _ROW.iter_unpack(table))
+    end = table_end
+    for index, row in enumerate(rows):
+        # Each offset follows from the lengths before it, so no two payloads can overlap.
+        if row.offset != align_up(end, PAYLOAD_ALIGN_NBYTES) or row.flags:
+            raise CorruptObject(f"segment {index}: offset {row.offset}, flags {row.flags}")
+        if row.format == Format.RAW and row.stored_nbytes != row.original_nbytes:
+            raise CorruptObject(
+                f"segment {index}: raw, {row.stored_nbytes} of {row.original_nbytes} bytes stored"
+            )
+        if row.original_nbytes > MAX_SEGMENT_NBYTES:
+            raise CorruptObject(f"segment {index}: original_nbytes {row.original_nbytes}")
+        end = row.offset + row.stored_nbytes
+    _expect("total_nbytes", total_nbytes, align_up(end, OBJECT_ALIGN_NBYTES))
+    return Header(generation, total_nbytes, digest, rows)
 
 
 def _expect(field: str, seen: object, wanted: object) -> None:
@@ -236,12 +241,16 @@ def _expect(field: str, seen: object, wanted: object) -> None:
 
 def read_segments(image: Bytes, header: Header) -> list[Segment]:
     """Return views of the payloads. Their CRCs are those of the table, not yet compared."""
-    table = header.table
-    columns = (table[name].tolist() for name in ("format", "raw_reason", "crc32"))
-    lengths = (table[name].tolist() for name in ("original_nbytes", "stored_nbytes", "offset"))
     return [
-        Segment(kind, image[offset : offset + stored], original, reason, crc)
-        for kind, reason, crc, original, stored, offset in zip(*columns, *lengths, strict=True)
+        Segment(
+            row.format,
+            image[row.offset : row.offset + row.stored_nbytes],
+            row.original_nbytes,
+            row.raw_reason,
+            row.crc32,
+            row.offset,
+        )
+        for row in header.rows
     ]
 
 
@@ -254,10 +263,10 @@ def check_payloads(image: Bytes, header: Header) -> list[Segment]:
     Raises:
         CorruptObject: naming the first segment or gap that differs.
     """
-    end = HEADER.itemsize + header.table.nbytes
+    end = HEADER_NBYTES + ROW_NBYTES * len(header.rows)
     segments = read_segments(image, header)
-    offsets = header.table["offset"].tolist()
-    for index, (segment, offset) in enumerate(zip(segments, offsets, strict=True)):
+    for index, segment in enumerate(segments):
+        offset = segment.offset or 0
         if offset > end and image[end:offset].any():
             raise CorruptObject(f"padding before segment {index} is not zero")
         seen = crc32(segment.payload)

@@ -268,7 +268,8 @@ class PagedTensors:
         faults += [f"tensor {name!r}: not declared" for name in tensors.keys() - names]
         self.geometry = geometry
         self._owners = dict(tensors)
-        self._words: list[npt.NDArray[np.unsignedinteger[Any]]] = []
+        self._words: list[npt.NDArray[Any]] = []
+        self._runs: list[npt.NDArray[np.uint8] | None] = []
         page_counts: dict[int, str] = {}
         for slot in geometry.slots:
             if slot.name not in tensors:
@@ -281,7 +282,9 @@ class PagedTensors:
                 continue
             page_axis = slot.axes.index(Axis.PAGE)
             page_counts.setdefault(words.shape[page_axis], slot.name)
-            self._words.append(np.moveaxis(words, page_axis, 0))
+            pages = np.moveaxis(words, page_axis, 0)
+            self._words.append(pages)
+            self._runs.append(_as_runs(pages))
         if len(page_counts) > 1:
             counts = ", ".join(f"{name!r} has {pages}" for pages, name in page_counts.items())
             faults.append(f"tensors hold different numbers of pages: {counts}")
@@ -290,8 +293,13 @@ class PagedTensors:
         self.pages = next(iter(page_counts))
 
     def segment(self, slot_index: int, page_index: int) -> npt.NDArray[Any]:
-        """One page's part of a slot: a view, strided as the engine lays it out."""
+        """One page's part of a slot: a view of words, strided as the engine lays it out."""
         return self._words[slot_index][page_index]
+
+    def run(self, slot_index: int, page_index: int) -> npt.NDArray[np.uint8] | None:
+        """The same as uint8[segment_nbytes], where it is one run of memory; None elsewhere."""
+        runs = self._runs[slot_index]
+        return None if runs is None else runs[page_index]
 
     def check_indices(self, page_indices: Iterable[int], *, distinct: bool) -> None:
         """Check every page index of a request before the first byte moves.
@@ -368,6 +376,17 @@ def _check_words(geometry: Geometry, slot: Slot, words: npt.NDArray[Any]) -> Non
         faults.append(f"{where}: read-only memory; accepted: writable")
     if faults:
         raise GeometryError(tuple(faults))
+
+
+def _as_runs(pages: npt.NDArray[Any]) -> npt.NDArray[np.uint8] | None:
+    """View [page, ...] words as uint8[page, segment_nbytes]; None where a page is not one run."""
+    if not pages[0].flags.c_contiguous:
+        return None
+    segment_nbytes = pages[0].nbytes
+    page_stride = pages.strides[0] if len(pages) > 1 else segment_nbytes
+    return np.lib.stride_tricks.as_strided(
+        pages[0].reshape(-1).view(np.uint8), (len(pages), segment_nbytes), (page_stride, 1)
+    )
 
 
 def _overlaps(words: npt.NDArray[Any]) -> bool:

@@ -189,6 +189,18 @@ class Catalogue:
         copy.hidden = False
         return True
 
+    def shrink(self, copy: Copy, nbytes: int) -> None:
+        """Give back what a hidden copy in DRAM does not need behind its first ``nbytes``."""
+        assert copy.hidden
+        assert copy.memory is not None
+        excess_nbytes = copy.nbytes - nbytes
+        if excess_nbytes:
+            self._shelves[copy.tier].pinned_nbytes -= excess_nbytes
+            self.pool.free(copy.offset + nbytes, excess_nbytes)
+            copy.nbytes = nbytes
+            copy.memory = copy.memory[:nbytes]
+            self._serve()
+
     def pin(self, copy: Copy) -> None:
         """Keep a copy's bytes where they are until the matching ``unpin``."""
         if copy.pins == 0:

@@ -16,7 +16,7 @@ import structlog
 from orbitkv.cache.catalogue import Catalogue, Copy, Tier
 from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
-from orbitkv.config import Config
+from orbitkv.config import MIB, Config
 from orbitkv.errors import Cancelled, Closed, DestinationError, ImpossibleRequest
 from orbitkv.graph import Node
 from orbitkv.objects import object_nbytes
@@ -45,6 +45,8 @@ from orbitkv.stages.batch import (
 from orbitkv.stages.ticket import Miss, Outcome, Restored, Saved, Ticket
 
 MAX_BATCH_SEGMENTS = 256
+# What R reads for its CRC is still in the last-level cache when E copies it.
+TARGET_BATCH_NBYTES = 8 * MIB
 FLUSH_POLL_S = 0.001
 
 T = TypeVar("T")
@@ -570,7 +572,7 @@ class Manager:
 
     def _pack(self, sizes: Sequence[tuple[int, int]], limit_nbytes: int) -> list[slice]:
         """Cut a sequence of (bytes, segments) into batches; each item fits one by itself."""
-        limit_nbytes = min(limit_nbytes, self._catalogue.pool.capacity_nbytes)
+        limit_nbytes = min(limit_nbytes, self._catalogue.pool.capacity_nbytes, TARGET_BATCH_NBYTES)
         cuts, batch_nbytes, batch_segments = [0], 0, 0
         for index, (nbytes, segments) in enumerate(sizes):
             full = batch_nbytes + nbytes > limit_nbytes

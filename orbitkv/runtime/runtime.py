@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 import structlog
 
-from orbitkv.cache.budget import Arena
+from orbitkv.cache.budget import Budget
 from orbitkv.cache.catalogue import Catalogue
 from orbitkv.config import Config
 from orbitkv.errors import Cancelled, Closed, Dropped, OrbitError, StageFault, Unavailable
@@ -238,7 +238,7 @@ class Runtime:
         ctx = StageContext(
             node=node,
             lane=self._lanes[node.lane],
-            arena=Arena(f"budget of node {node.id}", budget_nbytes) if budget_nbytes else None,
+            budget=Budget(f"budget of node {node.id}", budget_nbytes) if budget_nbytes else None,
             catalogue=catalogue,
             config=config,
             live_outputs=frozenset(outputs),
@@ -277,8 +277,8 @@ class Runtime:
             if edge.src in reached:
                 reached.add(edge.dst)
                 bounds.append(channel.max_nbytes)
-        arenas = [self._nodes[node_id].ctx.arena for node_id in reached]
-        return min(bounds + [arena.capacity_nbytes for arena in arenas if arena])
+        budgets = [self._nodes[node_id].ctx.budget for node_id in reached]
+        return min(bounds + [budget.capacity_nbytes for budget in budgets if budget])
 
     def _in_order(self) -> list[tuple[Edge, Channel[Batch]]]:
         """Live edges, each after all edges that lead to its source."""
@@ -320,9 +320,9 @@ class Runtime:
     def leaks(self) -> list[str]:
         """Workspace and queue places still held: none at rest."""
         found = [
-            f"{bound.ctx.arena.name}: {bound.ctx.arena.used_nbytes} bytes"
+            f"{bound.ctx.budget.name}: {bound.ctx.budget.used_nbytes} bytes"
             for bound in self._nodes.values()
-            if bound.ctx.arena and bound.ctx.arena.used_nbytes
+            if bound.ctx.budget and bound.ctx.budget.used_nbytes
         ]
         for channel in self.statistics()[1]:
             if channel.items or channel.senders_waiting:

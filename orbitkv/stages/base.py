@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar, runt
 
 import structlog
 
-from orbitkv.cache.budget import Arena
+from orbitkv.cache.budget import Budget
 from orbitkv.cache.catalogue import Catalogue
 from orbitkv.config import Config
 from orbitkv.errors import OrbitError
@@ -94,13 +94,13 @@ class StageContext:
     """What a node's stages work with.
 
     Attributes:
-        arena: Workspace of the node, where its definition gives it a budget.
+        budget: Bytes the node's batches may keep at once, where its definition bounds them.
         live_outputs: Output ports of the node that lead to a node that runs.
     """
 
     node: Node
     lane: Lane
-    arena: Arena | None
+    budget: Budget | None
     catalogue: Catalogue
     config: Config
     live_outputs: frozenset[str]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from orbitkv.cache.budget import Lease
 from orbitkv.cache.catalogue import Catalogue, Copy
@@ -21,7 +20,6 @@ from orbitkv.objects import (
 from orbitkv.segment import PagedTensors, StateKey
 from orbitkv.stages.ticket import Part
 
-Words = npt.NDArray[Any]
 Recode = Callable[[Segment], tuple[int, bytes] | None]
 R = TypeVar("R", bound="RestoreBatch")
 
@@ -50,12 +48,13 @@ class PageBatch:
     """From E to C: where the segments of each object lie in the engine's own memory.
 
     Attributes:
-        objects: (key, one strided view a segment). The pages stay the engine's, and must not
-            change, until the part is settled.
+        objects: (key, page index, its slots). The pages stay the engine's, and must not change,
+            until the part is settled.
     """
 
     part: Part
-    objects: tuple[tuple[StateKey, tuple[Words, ...]], ...]
+    tensors: PagedTensors
+    objects: tuple[tuple[StateKey, int, tuple[int, ...]], ...]
     nbytes: int
 
     def abandon(self, error: OrbitError) -> None:
@@ -64,22 +63,36 @@ class PageBatch:
 
 
 @dataclass(slots=True, eq=False)
+class EncodedObject:
+    """One object inside C, and on its way to D.
+
+    Attributes:
+        home: Pool memory that its raw segments lie in already, at their places: hidden, and
+            pinned until the batch ends. None where the object is resident already.
+    """
+
+    key: StateKey
+    segments: list[Segment]
+    home: Copy | None
+
+
+@dataclass(slots=True, eq=False)
 class EncodedBatch:
     """Inside C: the segments of each object in the form in which they will be stored.
 
     Attributes:
-        objects: (key, segments). A segment stored raw may still lie in the engine's own page.
-        lease: The codec workspace that the other payloads lie in.
+        lease: The node's budget that the batch keeps.
     """
 
     part: Part
-    objects: tuple[tuple[StateKey, tuple[Segment, ...]], ...]
+    catalogue: Catalogue
+    objects: list[EncodedObject]
     lease: Lease | None
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes of all segments."""
-        return sum(s.stored_nbytes for _, segments in self.objects for s in segments)
+        """Pool memory that the batch keeps until D has admitted or freed it."""
+        return sum(entry.home.nbytes for entry in self.objects if entry.home)
 
     def recode(self, encode: Recode) -> None:
         """Change the representation of segments; the CRC of a changed one is to be made anew.
@@ -88,26 +101,29 @@ class EncodedBatch:
             encode: Gives (format, stored bytes), or None to leave a segment as it is. A result
                 whose 512 B aligned footprint saves less than 12.5 % of the original's is left.
         """
-        for _, segments in self.objects:
-            for segment in segments:
-                encoded = encode(segment)
-                if encoded is None:
-                    continue
-                stored_format, payload = encoded
-                if worth_encoding(len(payload), segment.original_nbytes):
-                    segment.format = stored_format
-                    segment.payload = np.frombuffer(payload, np.uint8)
-                    segment.crc32 = None
-                else:
-                    segment.raw_reason = RawReason.SAVES_TOO_LITTLE
+        for segment in (segment for entry in self.objects for segment in entry.segments):
+            encoded = encode(segment)
+            if encoded is None:
+                continue
+            stored_format, payload = encoded
+            if worth_encoding(len(payload), segment.original_nbytes):
+                segment.format = stored_format
+                segment.payload = np.frombuffer(payload, np.uint8)
+                segment.crc32 = segment.offset = None
+            else:
+                segment.raw_reason = RawReason.SAVES_TOO_LITTLE
 
     def release(self) -> None:
-        """Give the workspace back, once no payload in it is read any more."""
+        """Give up all pool memory that was not admitted, and the budget."""
+        for entry in self.objects:
+            if entry.home:
+                self.catalogue.unpin(entry.home)
+        self.objects = []
         if self.lease:
             self.lease.release()
 
     def abandon(self, error: OrbitError) -> None:
-        """Give the workspace back and fail the part."""
+        """Give everything up and fail the part."""
         self.release()
         self.part.fail(error)
 

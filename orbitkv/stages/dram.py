@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from orbitkv.cache.catalogue import Copy, Tier, Want
+from orbitkv.cache.catalogue import Copy
 from orbitkv.errors import CorruptObject
 from orbitkv.graph import Port
-from orbitkv.objects import Segment, check_payloads, object_nbytes, read_header, write_object
-from orbitkv.segment import StateKey
+from orbitkv.objects import Segment, check_payloads, read_header, write_object
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import (
+    EncodedObject,
     FetchBatch,
     LoadedBatch,
     PeerBatch,
@@ -19,11 +19,8 @@ from orbitkv.stages.batch import (
     WriteBatch,
 )
 
-_Object = tuple[StateKey, tuple[Segment, ...]]
-
-
 class StoreDram:
-    """Take pool memory, lay each object out in it, and admit it whole.
+    """Complete each object in its pool memory, and admit it whole.
 
     In:  ``SealedBatch``: segments with their CRCs, host.
     Out: ``write``: what U should bring to SSD; ``peer``: what P should offer to other hosts.
@@ -38,37 +35,24 @@ class StoreDram:
     lanes: ClassVar = frozenset({"stream", "host"})
 
     async def run(self, batch: SealedBatch, ctx: StageContext) -> Outputs:
-        """Store what DRAM does not have yet; wait for memory as long as it takes."""
+        """Write headers, tables and padding on the lane; admit on the loop."""
         catalogue = ctx.catalogue
-        fresh = [
-            entry for entry in batch.objects if not catalogue.find(entry[0].digest, Tier.DRAM)
-        ]
-        wants = [
-            Want(
-                key.digest,
-                object_nbytes([segment.stored_nbytes for segment in segments]),
-                catalogue.next_generation(),
-            )
-            for key, segments in fresh
-        ]
-        copies = await catalogue.reserve_dram(wants, urgent=False) if wants else []
-        assert copies is not None, "a wait without a limit has no end but success"
-        try:
-            if copies:
-                await ctx.lane.run(_lay_out, fresh, copies)
-            admitted = tuple(copy for copy in copies if catalogue.admit(copy))
-        finally:
-            for copy in copies:
-                catalogue.unpin(copy)
+        lengths = await ctx.lane.run(_complete, batch.objects) if batch.objects else []
+        admitted = []
+        for entry, nbytes in zip(batch.objects, lengths, strict=True):
+            assert entry.home
+            catalogue.shrink(entry.home, nbytes)
+            if catalogue.admit(entry.home):
+                admitted.append(entry.home)
         batch.release()
-        batch.part.settle(done=(key.page_hash for key, _ in batch.objects))
+        batch.part.settle(done=batch.part.hashes)
         outputs: dict[str, WriteBatch | PeerBatch] = {}
         if admitted and "write" in ctx.live_outputs:
             for copy in admitted:
                 copy.write_queued = True
-            outputs["write"] = WriteBatch(catalogue, admitted)
+            outputs["write"] = WriteBatch(catalogue, tuple(admitted))
         if admitted and "peer" in ctx.live_outputs:
-            outputs["peer"] = PeerBatch(catalogue, admitted)
+            outputs["peer"] = PeerBatch(catalogue, tuple(admitted))
         return outputs
 
 
@@ -110,12 +94,20 @@ class ServeDram:
         batch.items = standing
 
 
-def _lay_out(objects: list[_Object], copies: list[Copy]) -> None:
-    for (key, segments), copy in zip(objects, copies, strict=True):
-        assert copy.memory is not None
-        write_object(
-            copy.memory, segments, key_digest=key.digest, generation=copy.generation
+def _complete(objects: list[EncodedObject]) -> list[int]:
+    lengths = []
+    for entry in objects:
+        assert entry.home
+        assert entry.home.memory is not None
+        lengths.append(
+            write_object(
+                entry.home.memory,
+                entry.segments,
+                key_digest=entry.key.digest,
+                generation=entry.home.generation,
+            )
         )
+    return lengths
 
 
 def check_object(copy: Copy) -> list[Segment]:

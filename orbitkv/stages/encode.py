@@ -6,19 +6,23 @@ from typing import ClassVar
 
 import numpy as np
 
+from orbitkv.cache.catalogue import Tier, Want
 from orbitkv.graph import Port
-from orbitkv.objects import Bytes, Format, Segment, crc32
-from orbitkv.segment import StateKey
+from orbitkv.objects import Format, Segment, crc32, object_nbytes, payload_offsets
+from orbitkv.segment import PagedTensors
 from orbitkv.stages.base import Outputs, StageContext
-from orbitkv.stages.batch import EncodedBatch, PageBatch, SealedBatch, Words
+from orbitkv.stages.batch import EncodedBatch, EncodedObject, PageBatch, SealedBatch
 
 
 class Encode:
     """Bring every segment into the form in which it will be stored: here, its original bytes.
 
-    In:  ``PageBatch``: strided views of the engine's pages, host.
-    Out: ``EncodedBatch``. A segment that is one run of memory stays where it is; another is
-         gathered into the node's arena, which therefore needs a budget.
+    On a host the encoder's workspace is the pool memory that D will admit, so a byte is copied
+    once on its way from the engine's page. What is resident already is not copied at all.
+
+    In:  ``PageBatch``: slots of the engine's pages, host, any strides.
+    Out: ``EncodedBatch``: raw segments at their places in pool memory, with their CRCs, which
+         cost least while a segment is still in the cache.
     """
 
     inputs: ClassVar = {"in": Port(PageBatch)}
@@ -26,24 +30,40 @@ class Encode:
     lanes: ClassVar = frozenset({"stream", "host"})
 
     async def run(self, batch: PageBatch, ctx: StageContext) -> Outputs:
-        """Encode on the lane only what has to move."""
-        scattered_nbytes = sum(
-            view.nbytes for _, views in batch.objects for view in views if not _is_run(view)
-        )
-        if not scattered_nbytes:
-            return {"out": EncodedBatch(batch.part, _encode(batch, None), None)}
-        assert ctx.arena, "the pipeline gives node C a budget"
-        lease = await ctx.arena.acquire(scattered_nbytes)
+        """Wait for budget and pool memory, as long as it takes; then gather on the lane."""
+        catalogue = ctx.catalogue
+        segment_nbytes = batch.tensors.geometry.segment_nbytes
+        fresh = [
+            entry for entry in batch.objects if not catalogue.find(entry[0].digest, Tier.DRAM)
+        ]
+        wants = [
+            Want(
+                key.digest,
+                object_nbytes([segment_nbytes[slot] for slot in slots]),
+                catalogue.next_generation(),
+            )
+            for key, _, slots in fresh
+        ]
+        lease = None
+        if ctx.budget:
+            lease = await ctx.budget.acquire(sum(want.nbytes for want in wants))
+        encoded = EncodedBatch(batch.part, catalogue, [], lease)
         try:
-            objects = await ctx.lane.run(_encode, batch, lease.memory)
+            homes = await catalogue.reserve_dram(wants, urgent=False) if wants else []
+            assert homes is not None, "a wait without a limit has no end but success"
+            for (key, _, _), home in zip(fresh, homes, strict=True):
+                encoded.objects.append(EncodedObject(key, [], home))
+            if homes:
+                places = [(page_index, slots) for _, page_index, slots in fresh]
+                await ctx.lane.run(_gather, batch.tensors, places, encoded.objects)
         except BaseException:
-            lease.release()
+            encoded.release()
             raise
-        return {"out": EncodedBatch(batch.part, objects, lease)}
+        return {"out": encoded}
 
 
 class Crc32:
-    """Compute the CRC-32 of every stored segment.
+    """Compute the CRC-32 of every stored segment that has none yet.
 
     In:  ``EncodedBatch``.
     Out: ``SealedBatch``: nothing may change a payload from here on.
@@ -54,38 +74,46 @@ class Crc32:
     lanes: ClassVar = frozenset({"stream", "host"})
 
     async def run(self, batch: EncodedBatch, ctx: StageContext) -> Outputs:
-        """Compute on the lane."""
-        if batch.objects:
-            await ctx.lane.run(_seal, batch)
-        return {"dram": SealedBatch(batch.part, batch.objects, batch.lease)}
+        """Compute on the lane what the encoder or a stage after it left open."""
+        open_segments = [
+            segment
+            for entry in batch.objects
+            for segment in entry.segments
+            if segment.crc32 is None
+        ]
+        if open_segments:
+            await ctx.lane.run(_seal, open_segments)
+        return {"dram": SealedBatch(batch.part, batch.catalogue, batch.objects, batch.lease)}
 
 
-def _is_run(view: Words) -> bool:
-    return view.flags.c_contiguous
-
-
-def _encode(
-    batch: PageBatch, scratch: Bytes | None
-) -> tuple[tuple[StateKey, tuple[Segment, ...]], ...]:
-    used_nbytes = 0
-    objects = []
-    for key, views in batch.objects:
-        segments = []
-        for view in views:
-            if _is_run(view):
-                payload = view.reshape(-1).view(np.uint8)
+def _gather(
+    tensors: PagedTensors,
+    places: list[tuple[int, tuple[int, ...]]],
+    objects: list[EncodedObject],
+) -> None:
+    segment_nbytes = tensors.geometry.segment_nbytes
+    offsets_of: dict[tuple[int, ...], list[int]] = {}
+    for (page_index, slots), entry in zip(places, objects, strict=True):
+        assert entry.home
+        assert entry.home.memory is not None
+        offsets = offsets_of.get(slots)
+        if offsets is None:
+            offsets = payload_offsets([segment_nbytes[slot] for slot in slots])
+            offsets_of[slots] = offsets
+        for slot, offset in zip(slots, offsets, strict=True):
+            nbytes = segment_nbytes[slot]
+            payload = entry.home.memory[offset : offset + nbytes]
+            run = tensors.run(slot, page_index)
+            if run is not None:
+                payload[:] = run
             else:
-                assert scratch is not None
-                payload = scratch[used_nbytes : used_nbytes + view.nbytes]
-                np.copyto(payload.view(view.dtype).reshape(view.shape), view)
-                used_nbytes += view.nbytes
-            segments.append(Segment(Format.RAW, payload, view.nbytes))
-        objects.append((key, tuple(segments)))
-    return tuple(objects)
+                page = tensors.segment(slot, page_index)
+                np.copyto(payload.view(page.dtype).reshape(page.shape), page)
+            entry.segments.append(
+                Segment(Format.RAW, payload, nbytes, crc32=crc32(payload), offset=offset)
+            )
 
 
-def _seal(batch: EncodedBatch) -> None:
-    for _, segments in batch.objects:
-        for segment in segments:
-            if segment.crc32 is None:
-                segment.crc32 = crc32(segment.payload)
+def _seal(segments: list[Segment]) -> None:
+    for segment in segments:
+        segment.crc32 = crc32(segment.payload)

@@ -31,13 +31,9 @@ class GatherPages:
             await ctx.lane.reached(batch.ready)
         groups = batch.tensors.geometry.groups
         objects = tuple(
-            (
-                key,
-                tuple(batch.tensors.segment(slot, page_index) for slot in groups[key.group]),
-            )
-            for key, page_index in batch.pages
+            (key, page_index, groups[key.group]) for key, page_index in batch.pages
         )
-        return {"out": PageBatch(batch.part, objects, batch.nbytes)}
+        return {"out": PageBatch(batch.part, batch.tensors, objects, batch.nbytes)}
 
 
 class PlacePages:
@@ -67,5 +63,9 @@ class PlacePages:
 def _place(tensors: PagedTensors, work: list[tuple[Destination, list[Segment]]]) -> None:
     for destination, segments in work:
         for slot_index, segment in zip(destination.slot_indices, segments, strict=True):
+            run = tensors.run(slot_index, destination.page_index)
+            if run is not None:
+                run[:] = segment.payload
+                continue
             page = tensors.segment(slot_index, destination.page_index)
             np.copyto(page, segment.payload.view(page.dtype).reshape(page.shape))

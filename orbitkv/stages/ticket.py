@@ -163,5 +163,7 @@ class Ticket:
             self._future.set_result(Failed(self._error))
             return
         order = tuple(dict.fromkeys(self._hashes))
-        done = tuple(h for h in order if h in self._done and h not in self._not_done)
-        self._future.set_result(self._conclude(done, tuple(h for h in order if h not in done)))
+        whole = self._done - self._not_done
+        done = tuple(h for h in order if h in whole)
+        not_done = tuple(h for h in order if h not in whole)
+        self._future.set_result(self._conclude(done, not_done))
