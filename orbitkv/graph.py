@@ -36,12 +36,16 @@ class Port:
     optional: bool = False
 
 
+Ports = Mapping[str, Port]
+Lanes = frozenset[str]
+
+
 class StageType(Protocol):
     """What a graph has to know of a stage's class to check a definition."""
 
-    inputs: ClassVar[Mapping[str, Port]]
-    outputs: ClassVar[Mapping[str, Port]]
-    lanes: ClassVar[frozenset[str]]
+    inputs: ClassVar[Ports]
+    outputs: ClassVar[Ports]
+    lanes: ClassVar[Lanes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +96,13 @@ class Node:
         return self.lane.partition(":")[0]
 
     @property
-    def inputs(self) -> Mapping[str, Port]:
+    def inputs(self) -> Ports:
         """Ports of the first stage."""
         first = self.stages[0].implementation if self.stages else None
         return first.inputs if first else {}
 
     @property
-    def outputs(self) -> Mapping[str, Port]:
+    def outputs(self) -> Ports:
         """Ports of the last stage."""
         last = self.stages[-1].implementation if self.stages else None
         return last.outputs if last else {}

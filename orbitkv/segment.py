@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbitkv.errors import DestinationError, GeometryError
+from orbitkv.objects import object_nbytes
 
 NAMESPACE_PREFIX = "orbitkv:v2:"
 PAGE_HASH_NBYTES = 32
@@ -28,7 +29,8 @@ DTYPE_NBYTES: Mapping[str, int] = {
     "float32": 4,
     "float8_e4m3fn": 1,
 }
-_WORD = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+Words = npt.NDArray[Any]
+_WORD: Mapping[int, np.dtype[Any]] = {n: np.dtype(f"u{n}") for n in (1, 2, 4)}
 
 
 class Role(StrEnum):
@@ -43,7 +45,7 @@ class Axis(StrEnum):
     """An axis of a registered tensor."""
 
     PAGE = "page"
-    TOKEN = "token"
+    TOKEN = "token"  # noqa: S105 - an axis, not a secret
     HEAD = "head"
     DIM = "dim"
 
@@ -133,6 +135,14 @@ class Geometry:
             self.page_tokens * slot.heads * slot.width * DTYPE_NBYTES[slot.dtype]
             for slot in self.slots
         )
+
+    @cached_property
+    def object_nbytes(self) -> Mapping[str, int]:
+        """Bytes of one raw object of each state group: the most that it can take."""
+        return {
+            group: object_nbytes([self.segment_nbytes[index] for index in slots])
+            for group, slots in self.groups.items()
+        }
 
     @cached_property
     def page_nbytes(self) -> int:
@@ -268,7 +278,7 @@ class PagedTensors:
         faults += [f"tensor {name!r}: not declared" for name in tensors.keys() - names]
         self.geometry = geometry
         self._owners = dict(tensors)
-        self._words: list[npt.NDArray[Any]] = []
+        self._words: list[Words] = []
         self._runs: list[npt.NDArray[np.uint8] | None] = []
         page_counts: dict[int, str] = {}
         for slot in geometry.slots:
@@ -292,9 +302,10 @@ class PagedTensors:
             raise GeometryError(tuple(faults))
         self.pages = next(iter(page_counts))
 
-    def segment(self, slot_index: int, page_index: int) -> npt.NDArray[Any]:
+    def segment(self, slot_index: int, page_index: int) -> Words:
         """One page's part of a slot: a view of words, strided as the engine lays it out."""
-        return self._words[slot_index][page_index]
+        page: Words = self._words[slot_index][page_index]
+        return page
 
     def run(self, slot_index: int, page_index: int) -> npt.NDArray[np.uint8] | None:
         """The same as uint8[segment_nbytes], where it is one run of memory; None elsewhere."""
@@ -309,9 +320,11 @@ class PagedTensors:
         """
         indices = list(page_indices)
         outside = sorted({index for index in indices if not 0 <= index < self.pages})
-        twice = sorted({index for index in indices if indices.count(index) > 1}) if (
-            distinct and len(set(indices)) < len(indices)
-        ) else []
+        twice = (
+            sorted({index for index in indices if indices.count(index) > 1})
+            if (distinct and len(set(indices)) < len(indices))
+            else []
+        )
         faults = []
         if outside:
             faults.append(f"page index {_listing(outside)}; accepted: 0 to {self.pages - 1}")
@@ -326,7 +339,7 @@ def _listing(values: Sequence[int], *, most: int = 8) -> str:
     return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
 
 
-def _as_words(slot: Slot, tensor: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - torch or numpy
+def _as_words(slot: Slot, tensor: Any) -> Words:  # noqa: ANN401 - torch or numpy
     """View a tensor's memory as unsigned words, keeping its strides.
 
     The dtype is compared by name, so that torch need not be imported to check a numpy array.
@@ -337,7 +350,8 @@ def _as_words(slot: Slot, tensor: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - to
         if seen != slot.dtype and seen not in word_of:
             wanted = " or ".join((slot.dtype, *word_of))
             raise GeometryError((f"slot {slot.name!r}: dtype {seen}; declared {wanted}",))
-        return tensor.view(_WORD[DTYPE_NBYTES[slot.dtype]])
+        viewed: Words = tensor.view(_WORD[DTYPE_NBYTES[slot.dtype]])
+        return viewed
     seen = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
     if seen != slot.dtype:
         raise GeometryError((f"slot {slot.name!r}: dtype {seen}; declared {slot.dtype}",))
@@ -348,11 +362,11 @@ def _as_words(slot: Slot, tensor: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - to
     import torch  # noqa: PLC0415 - only an engine that brings torch pays for its import
 
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}[DTYPE_NBYTES[slot.dtype]]
-    words: npt.NDArray[Any] = tensor.detach().view(signed).numpy()
+    words: Words = tensor.detach().view(signed).numpy()
     return words.view(_WORD[words.itemsize])
 
 
-def _check_words(geometry: Geometry, slot: Slot, words: npt.NDArray[Any]) -> None:
+def _check_words(geometry: Geometry, slot: Slot, words: Words) -> None:
     where = f"slot {slot.name!r}"
     if words.ndim != len(slot.axes):
         axes = ", ".join(slot.axes)
@@ -378,7 +392,7 @@ def _check_words(geometry: Geometry, slot: Slot, words: npt.NDArray[Any]) -> Non
         raise GeometryError(tuple(faults))
 
 
-def _as_runs(pages: npt.NDArray[Any]) -> npt.NDArray[np.uint8] | None:
+def _as_runs(pages: Words) -> npt.NDArray[np.uint8] | None:
     """View [page, ...] words as uint8[page, segment_nbytes]; None where a page is not one run."""
     if not pages[0].flags.c_contiguous:
         return None
@@ -389,7 +403,7 @@ def _as_runs(pages: npt.NDArray[Any]) -> npt.NDArray[np.uint8] | None:
     )
 
 
-def _overlaps(words: npt.NDArray[Any]) -> bool:
+def _overlaps(words: Words) -> bool:
     """Whether two elements may share memory: each axis must step over all smaller ones."""
     span = words.itemsize
     steps = zip(words.strides, words.shape, strict=True)

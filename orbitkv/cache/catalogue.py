@@ -83,9 +83,8 @@ class Catalogue:
         self.extents = extents
         self.counters: Counter[str] = Counter()
         self._generation = 0
-        self._shelves: Mapping[Tier, _Shelf] = {
-            tier: _Shelf(OrderedDict(), set()) for tier in Tier
-        }
+        self._write_ended: list[asyncio.Future[None]] = []
+        self._shelves: Mapping[Tier, _Shelf] = {tier: _Shelf(OrderedDict(), set()) for tier in Tier}
         self._waiting: Mapping[bool, dict[asyncio.Future[list[Copy]], tuple[Want, ...]]] = {
             True: {},
             False: {},
@@ -119,6 +118,25 @@ class Catalogue:
         """A number that no version of any object has had."""
         self._generation += 1
         return self._generation
+
+    def queue_write(self, copy: Copy) -> None:
+        """Note that a write of this copy to SSD has been asked for."""
+        copy.write_queued = True
+
+    def end_write(self, copy: Copy) -> None:
+        """Note that no write of this copy is asked for any more, whether it was made or not."""
+        copy.write_queued = False
+        waiting, self._write_ended = self._write_ended, []
+        for ended in waiting:
+            if not ended.done():
+                ended.set_result(None)
+
+    async def written(self, copies: Sequence[Copy]) -> None:
+        """Wait until none of these copies has a write asked for."""
+        while any(copy.write_queued for copy in copies):
+            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._write_ended.append(ended)
+            await ended
 
     async def reserve_dram(
         self, wants: Sequence[Want], *, urgent: bool, wait_s: float | None = None

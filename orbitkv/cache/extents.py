@@ -122,12 +122,7 @@ class ExtentStore:
             return
         self._index_path.unlink()
         try:
-            index = json.loads(index_text)
-            if index["format"] != INDEX_FORMAT:
-                raise ValueError(f"format {index['format']!r}; accepted: {INDEX_FORMAT!r}")
-            rows = [IndexRow(**fields) for fields in index["objects"]]
-            for row in rows:
-                row.check()
+            rows = _parse_index(index_text)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             self.cold_reason = f"index {self._index_path} is damaged: {error}"
             return
@@ -139,6 +134,16 @@ class ExtentStore:
     def _unlock(self) -> None:
         self._lock_path.unlink(missing_ok=True)
         self._lock_file.close()
+
+
+def _parse_index(text: str) -> list[IndexRow]:
+    index = json.loads(text)
+    if index["format"] != INDEX_FORMAT:
+        raise ValueError(f"format {index['format']!r}; accepted: {INDEX_FORMAT!r}")
+    rows = [IndexRow(**fields) for fields in index["objects"]]
+    for row in rows:
+        row.check()
+    return rows
 
 
 def _lock(path: Path, lock_path: Path) -> IO[str]:

@@ -15,7 +15,9 @@ class Sized(Protocol):
     """Anything that knows how many bytes it pins."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes that it keeps from others while it waits."""
+        ...
 
     def abandon(self, error: OrbitError) -> None:
         """End it without having done its work."""

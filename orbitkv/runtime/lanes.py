@@ -20,8 +20,11 @@ async def drained(submitted: asyncio.Future[T]) -> T:
     """
     cancelled: asyncio.CancelledError | None = None
     while not submitted.done():
+        # A future of our own takes the cancellation, so that what was submitted never does.
+        over = submitted.get_loop().create_future()
+        submitted.add_done_callback(lambda _, over=over: over.done() or over.set_result(None))
         try:
-            await asyncio.wait([submitted])  # never cancels what it waits for
+            await over
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
@@ -33,7 +36,9 @@ async def drained(submitted: asyncio.Future[T]) -> T:
 class BlockingEvent(Protocol):
     """An engine's event that a thread can wait for: ``threading.Event``, a CUDA event."""
 
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Block until the event has happened."""
+        ...
 
 
 class HostLane:

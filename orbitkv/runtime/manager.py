@@ -19,7 +19,6 @@ from orbitkv.cache.pool import Pool
 from orbitkv.config import MIB, Config
 from orbitkv.errors import Cancelled, Closed, DestinationError, ImpossibleRequest
 from orbitkv.graph import Node
-from orbitkv.objects import object_nbytes
 from orbitkv.pipeline import load_pipeline
 from orbitkv.runtime.channel import ChannelStatistics
 from orbitkv.runtime.lanes import HostLane
@@ -46,8 +45,7 @@ from orbitkv.stages.ticket import Miss, Outcome, Restored, Saved, Ticket
 
 MAX_BATCH_SEGMENTS = 256
 # What R reads for its CRC is still in the last-level cache when E copies it.
-TARGET_BATCH_NBYTES = 8 * MIB
-FLUSH_POLL_S = 0.001
+TARGET_BATCH_NBYTES = 16 * MIB
 
 T = TypeVar("T")
 
@@ -156,7 +154,9 @@ class Manager:
         StoreError: the SSD path cannot be used.
     """
 
-    def __init__(self, config: Config | None = None, *, open_lane: LaneFactory | None = None) -> None:
+    def __init__(
+        self, config: Config | None = None, *, open_lane: LaneFactory | None = None
+    ) -> None:
         self.config = config or Config()
         self._open_lane = open_lane or self.open_lane
         self._instances: set[Instance] = set()
@@ -313,7 +313,7 @@ class Manager:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 - the constructor raises it instead
+        except BaseException as error:
             if not self._started.done():
                 self._started.set_exception(error)
             else:
@@ -403,7 +403,7 @@ class Manager:
         limit_nbytes = min(
             self._save.batch_nbytes(PublishBatch), self._catalogue.pool.capacity_nbytes
         )
-        for group, nbytes in _group_nbytes(geometry).items():
+        for group, nbytes in geometry.object_nbytes.items():
             if nbytes > limit_nbytes:
                 raise ImpossibleRequest(
                     f"one page of group {group!r} takes {nbytes} bytes; the pool and every edge "
@@ -435,7 +435,7 @@ class Manager:
         instance.tensors.check_indices([index for _, index in pages], distinct=True)
         resident: list[bytes] = []
         fresh: list[tuple[StateKey, int]] = []
-        for page_hash, index in {page_hash: index for page_hash, index in reversed(pages)}.items():
+        for page_hash, index in dict(reversed(pages)).items():
             keys = [StateKey(instance.namespace, page_hash, g) for g in instance.geometry.groups]
             missing = [key for key in keys if not self._catalogue.is_resident(key.digest)]
             fresh += [(key, index) for key in missing]
@@ -446,7 +446,7 @@ class Manager:
             return Saved(done, tuple(resident), not_done)
 
         ticket = Ticket(conclude)
-        nbytes_of = _group_nbytes(instance.geometry)
+        nbytes_of = instance.geometry.object_nbytes
         packs = self._pack(
             [(nbytes_of[key.group], len(instance.geometry.groups[key.group])) for key, _ in fresh],
             self._save.batch_nbytes(PublishBatch),
@@ -520,7 +520,7 @@ class Manager:
 
         ticket = Ticket(conclude)
         groups = tuple(instance.geometry.groups.values())
-        work: dict[type[RestoreBatch], list[tuple[Copy, Destination]]] = {
+        work: dict[type[FetchBatch | ReadBatch], list[tuple[Copy, Destination]]] = {
             FetchBatch: [],
             ReadBatch: [],
         }
@@ -535,30 +535,30 @@ class Manager:
         lease.spent = True
         self._leases.discard(lease)
         batches: list[RestoreBatch] = []
-        for kind, items in work.items():
+        for station, items in work.items():
             packs = self._pack(
                 [(copy.nbytes, len(target.slot_indices)) for copy, target in items],
-                self._fetch.batch_nbytes(kind) if items else 0,
+                self._fetch.batch_nbytes(station) if items else 0,
             )
             for pack in packs:
                 part = ticket.part(tuple(target.page_hash for _, target in items[pack]))
-                batches.append(kind(part, self._catalogue, instance.tensors, items[pack]))
+                batches.append(station(part, self._catalogue, instance.tensors, items[pack]))
         self._send_off(instance, ticket, self._fetch, batches)
         return ticket
 
     async def _flush(self, *, evict_dram: bool) -> Flushed:
         unwritten: list[Copy] = []
         if self._save.accepts(WriteBatch):
-            fresh = [copy for copy in self._unwritten() if not copy.write_queued]
+            wanted = self._unwritten()
+            fresh = [copy for copy in wanted if not copy.write_queued]
             for copy in fresh:
-                copy.write_queued = True
+                self._catalogue.queue_write(copy)
             packs = self._pack(
                 [(copy.nbytes, 1) for copy in fresh], self._save.batch_nbytes(WriteBatch)
             )
             for pack in packs:
                 await self._save.submit(WriteBatch(self._catalogue, tuple(fresh[pack])))
-            while any(copy.write_queued for copy in self._unwritten()):
-                await asyncio.sleep(FLUSH_POLL_S)
+            await self._catalogue.written(wanted)
             unwritten = self._unwritten()
         evicted_nbytes = self._catalogue.evict_unpinned(Tier.DRAM) if evict_dram else 0
         return Flushed(len(unwritten), evicted_nbytes)
@@ -581,8 +581,8 @@ class Manager:
                 batch_nbytes = batch_segments = 0
             batch_nbytes += nbytes
             batch_segments += segments
-        return [slice(start, end) for start, end in zip(cuts, [*cuts[1:], len(sizes)], strict=True)
-                if end > start]
+        ends = [*cuts[1:], len(sizes)]
+        return [slice(start, end) for start, end in zip(cuts, ends, strict=True) if end > start]
 
     def _send_off(
         self, instance: Instance, ticket: Ticket, runtime: Runtime, batches: Sequence[Batch]
@@ -627,14 +627,6 @@ class Manager:
         if tickets := sum(len(instance.tickets) for instance in self._instances):
             found.append(f"{tickets} tickets")
         return found
-
-
-def _group_nbytes(geometry: Geometry) -> dict[str, int]:
-    """Bytes of one raw object of each state group."""
-    return {
-        group: object_nbytes([geometry.segment_nbytes[index] for index in slots])
-        for group, slots in geometry.groups.items()
-    }
 
 
 def _logger() -> structlog.stdlib.BoundLogger:

@@ -24,8 +24,13 @@ from orbitkv.stages.base import Batch, Lane, Outputs, Stage, StageContext, unava
 class OwnedLane(Lane, Protocol):
     """A lane as the runtime holds it: started before the first batch, closed after the last."""
 
-    async def start(self) -> None: ...
-    async def close(self) -> None: ...
+    async def start(self) -> None:
+        """Take what the lane needs, on the running loop."""
+        ...
+
+    async def close(self) -> None:
+        """Wait for everything submitted, then give it back."""
+        ...
 
 
 LaneFactory = Callable[[Node], OwnedLane]
@@ -76,7 +81,8 @@ class BoundNode:
             for stage in self.stages:
                 (batch,) = outputs.values()
                 if batch.part is not None and batch.part.ticket.cancelled:
-                    raise Cancelled("the request was cancelled")
+                    batch.abandon(Cancelled("the request was cancelled"))
+                    return {}
                 outputs = await stage.run(batch, self.ctx)
         except OrbitError as error:
             self.failed += 1
@@ -190,13 +196,12 @@ class Runtime:
         self.unavailable = unavailable_nodes(graph, config)
         self._log = log.bind(pipeline=graph.name)
         live = [node for node in graph.nodes.values() if node.id not in self.unavailable]
+        nothing_enters = not any(node.entry for node in live)
         faults = [
-            f"node {node.id}: {self.unavailable[node.id]}"
-            for node in graph.nodes.values()
-            if node.required and node.id in self.unavailable
+            f"node {node_id}: {reason}"
+            for node_id, reason in self.unavailable.items()
+            if nothing_enters or graph.nodes[node_id].required
         ]
-        if not any(node.entry for node in live):
-            faults = [f"node {node_id}: {why}" for node_id, why in self.unavailable.items()]
         if faults:
             raise Unavailable(f"pipeline {graph.name!r} cannot start: {'; '.join(faults)}")
         self._lanes: dict[str, OwnedLane] = {}
@@ -286,8 +291,8 @@ class Runtime:
         ordered: list[tuple[Edge, Channel[Batch]]] = []
         while waiting:
             targets = {edge.dst for edge in waiting}
-            for edge in [edge for edge in waiting if edge.src not in targets]:
-                ordered.append((edge, waiting.pop(edge)))
+            free = [edge for edge in waiting if edge.src not in targets]
+            ordered += [(edge, waiting.pop(edge)) for edge in free]
         return ordered
 
     async def submit(self, batch: Batch) -> None:
@@ -324,9 +329,11 @@ class Runtime:
             for bound in self._nodes.values()
             if bound.ctx.budget and bound.ctx.budget.used_nbytes
         ]
-        for channel in self.statistics()[1]:
-            if channel.items or channel.senders_waiting:
-                found.append(f"{channel.name}: {channel.items} batches")
+        found += [
+            f"{channel.name}: {channel.items} batches"
+            for channel in self.statistics()[1]
+            if channel.items or channel.senders_waiting
+        ]
         return found
 
     async def _run(self) -> None:
@@ -335,7 +342,7 @@ class Runtime:
             async with asyncio.TaskGroup() as nodes:
                 for bound in self._nodes.values():
                     nodes.create_task(run_node(bound), name=f"node {bound.node.id}")
-        except* Exception as bugs:
+        except* Exception as bugs:  # noqa: BLE001 - whatever a stage raised stops its pipeline
             self._fault = StageFault(f"pipeline {self.graph.name!r} stopped: {_first(bugs)!r}")
             self._log.error("pipeline_stopped", exc_info=_first(bugs))
         finally:
@@ -355,5 +362,3 @@ def _instantiate(implementation: type[Any] | None, options: Mapping[str, Any]) -
     assert implementation is not None, "a checked graph has resolved stages"
     stage: Stage = implementation(**options)
     return stage
-
-

@@ -12,7 +12,7 @@ from orbitkv.cache.budget import Budget
 from orbitkv.cache.catalogue import Catalogue
 from orbitkv.config import Config
 from orbitkv.errors import OrbitError
-from orbitkv.graph import Node, Port
+from orbitkv.graph import Lanes, Node, Ports
 from orbitkv.objects import Bytes
 from orbitkv.stages.ticket import Part
 
@@ -21,14 +21,12 @@ T = TypeVar("T")
 
 
 class Batch(Protocol):
-    """What travels along an edge. Whoever holds a batch last ends it, exactly once.
-
-    Attributes:
-        part: The share of a ticket that the batch settles; None for background work.
-    """
+    """What travels along an edge. Whoever holds a batch last ends it, exactly once."""
 
     @property
-    def part(self) -> Part | None: ...
+    def part(self) -> Part | None:
+        """The share of a ticket that this batch settles; None for background work."""
+        ...
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +46,9 @@ class Lane(Protocol):
     """Where a node's work is ordered. Stages enqueue; only lanes wait."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As in the definition: ``kind:name``."""
+        ...
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run host work off the loop, in its turn. A cancelled caller still waits for its end."""
@@ -114,9 +114,9 @@ class Stage(Protocol):
     why it cannot run on this machine; its node's arm is then switched off.
     """
 
-    inputs: ClassVar[Mapping[str, Port]]
-    outputs: ClassVar[Mapping[str, Port]]
-    lanes: ClassVar[frozenset[str]]
+    inputs: ClassVar[Ports]
+    outputs: ClassVar[Ports]
+    lanes: ClassVar[Lanes]
 
     async def run(self, batch: Any, ctx: StageContext) -> Outputs:  # noqa: ANN401 - its port's type
         """Take over ``batch``, and return what goes on.

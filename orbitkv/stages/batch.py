@@ -158,7 +158,7 @@ class WriteBatch:
     def abandon(self, error: OrbitError) -> None:  # noqa: ARG002 - nobody waits for the reason
         """Forget the writes; each may be queued again."""
         for copy in self.copies:
-            copy.write_queued = False
+            self.catalogue.end_write(copy)
         self.catalogue.counters["ssd_writes_dropped"] += len(self.copies)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from orbitkv.graph import Port
+from orbitkv.graph import Port, Ports
 from orbitkv.stages.batch import DirectReadBatch, LandedBatch, StagedBatch
 from orbitkv.stages.staging import DirectRoute
 
@@ -16,8 +16,8 @@ class WriteCuFile(DirectRoute):
     Out: nothing. The extents are visible to readers once ``run`` returns.
     """
 
-    inputs: ClassVar = {"in": Port(StagedBatch)}
-    outputs: ClassVar = {}
+    inputs: ClassVar[Ports] = {"in": Port(StagedBatch)}
+    outputs: ClassVar[Ports] = {}
 
 
 class ReadCuFile(DirectRoute):
@@ -27,5 +27,5 @@ class ReadCuFile(DirectRoute):
     Out: ``LandedBatch``, device.
     """
 
-    inputs: ClassVar = {"in": Port(DirectReadBatch, entry=True)}
-    outputs: ClassVar = {"out": Port(LandedBatch)}
+    inputs: ClassVar[Ports] = {"in": Port(DirectReadBatch, entry=True)}
+    outputs: ClassVar[Ports] = {"out": Port(LandedBatch)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from orbitkv.errors import CorruptObject
-from orbitkv.graph import Port
+from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Format, Segment
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import (
@@ -25,9 +25,9 @@ class Upload:
     Out: ``UploadedBatch``.
     """
 
-    inputs: ClassVar = {"in": Port(ResidentBatch)}
-    outputs: ClassVar = {"out": Port(UploadedBatch)}
-    lanes: ClassVar = frozenset({"stream", "host"})
+    inputs: ClassVar[Ports] = {"in": Port(ResidentBatch)}
+    outputs: ClassVar[Ports] = {"out": Port(UploadedBatch)}
+    lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: ResidentBatch, ctx: StageContext) -> Outputs:  # noqa: ARG002
         """Nothing has to move on a host."""
@@ -41,9 +41,9 @@ class Validate:
     Out: ``ValidatedBatch``. A corrupt object is hidden, and its page left out as a miss.
     """
 
-    inputs: ClassVar = {"in": Port(UploadedBatch)}
-    outputs: ClassVar = {"out": Port(ValidatedBatch)}
-    lanes: ClassVar = frozenset({"stream", "host"})
+    inputs: ClassVar[Ports] = {"in": Port(UploadedBatch)}
+    outputs: ClassVar[Ports] = {"out": Port(ValidatedBatch)}
+    lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: UploadedBatch, ctx: StageContext) -> Outputs:
         """Check on the lane."""
@@ -70,9 +70,9 @@ class Decode:
          length than its destination, is a miss of its page; what is stored stays.
     """
 
-    inputs: ClassVar = {"in": Port(ValidatedBatch)}
-    outputs: ClassVar = {"out": Port(DecodedBatch)}
-    lanes: ClassVar = frozenset({"stream", "host"})
+    inputs: ClassVar[Ports] = {"in": Port(ValidatedBatch)}
+    outputs: ClassVar[Ports] = {"out": Port(DecodedBatch)}
+    lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: ValidatedBatch, ctx: StageContext) -> Outputs:
         """Raw segments need no work, so nothing leaves the loop."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from orbitkv.cache.catalogue import Copy
 from orbitkv.errors import CorruptObject
-from orbitkv.graph import Port
+from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Segment, check_payloads, read_header, write_object
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import (
@@ -19,6 +19,7 @@ from orbitkv.stages.batch import (
     WriteBatch,
 )
 
+
 class StoreDram:
     """Complete each object in its pool memory, and admit it whole.
 
@@ -27,12 +28,12 @@ class StoreDram:
          Both only where somebody takes it. The part is settled: the engine's pages are free.
     """
 
-    inputs: ClassVar = {"in": Port(SealedBatch)}
-    outputs: ClassVar = {
+    inputs: ClassVar[Ports] = {"in": Port(SealedBatch)}
+    outputs: ClassVar[Ports] = {
         "write": Port(WriteBatch, optional=True),
         "peer": Port(PeerBatch, optional=True),
     }
-    lanes: ClassVar = frozenset({"stream", "host"})
+    lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: SealedBatch, ctx: StageContext) -> Outputs:
         """Write headers, tables and padding on the lane; admit on the loop."""
@@ -49,7 +50,7 @@ class StoreDram:
         outputs: dict[str, WriteBatch | PeerBatch] = {}
         if admitted and "write" in ctx.live_outputs:
             for copy in admitted:
-                copy.write_queued = True
+                catalogue.queue_write(copy)
             outputs["write"] = WriteBatch(catalogue, tuple(admitted))
         if admitted and "peer" in ctx.live_outputs:
             outputs["peer"] = PeerBatch(catalogue, tuple(admitted))
@@ -64,12 +65,12 @@ class ServeDram:
     Out: ``ResidentBatch``. A loaded object that fails a check hides the generation it came from.
     """
 
-    inputs: ClassVar = {
+    inputs: ClassVar[Ports] = {
         "fetch": Port(FetchBatch, entry=True),
         "loaded": Port(LoadedBatch, optional=True),
     }
-    outputs: ClassVar = {"out": Port(ResidentBatch)}
-    lanes: ClassVar = frozenset({"stream", "host"})
+    outputs: ClassVar[Ports] = {"out": Port(ResidentBatch)}
+    lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: FetchBatch | LoadedBatch, ctx: StageContext) -> Outputs:
         """Check on the lane, admit on the loop."""

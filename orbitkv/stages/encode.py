@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from orbitkv.cache.catalogue import Tier, Want
-from orbitkv.graph import Port
-from orbitkv.objects import Format, Segment, crc32, object_nbytes, payload_offsets
+from orbitkv.graph import Lanes, Port, Ports
+from orbitkv.objects import Format, Segment, crc32, payload_offsets
 from orbitkv.segment import PagedTensors
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import EncodedBatch, EncodedObject, PageBatch, SealedBatch
@@ -25,24 +25,18 @@ class Encode:
          cost least while a segment is still in the cache.
     """
 
-    inputs: ClassVar = {"in": Port(PageBatch)}
-    outputs: ClassVar = {"out": Port(EncodedBatch)}
-    lanes: ClassVar = frozenset({"stream", "host"})
+    inputs: ClassVar[Ports] = {"in": Port(PageBatch)}
+    outputs: ClassVar[Ports] = {"out": Port(EncodedBatch)}
+    lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: PageBatch, ctx: StageContext) -> Outputs:
         """Wait for budget and pool memory, as long as it takes; then gather on the lane."""
         catalogue = ctx.catalogue
-        segment_nbytes = batch.tensors.geometry.segment_nbytes
-        fresh = [
-            entry for entry in batch.objects if not catalogue.find(entry[0].digest, Tier.DRAM)
-        ]
+        object_nbytes = batch.tensors.geometry.object_nbytes
+        fresh = [entry for entry in batch.objects if not catalogue.find(entry[0].digest, Tier.DRAM)]
         wants = [
-            Want(
-                key.digest,
-                object_nbytes([segment_nbytes[slot] for slot in slots]),
-                catalogue.next_generation(),
-            )
-            for key, _, slots in fresh
+            Want(key.digest, object_nbytes[key.group], catalogue.next_generation())
+            for key, _, _ in fresh
         ]
         lease = None
         if ctx.budget:
@@ -69,9 +63,12 @@ class Crc32:
     Out: ``SealedBatch``: nothing may change a payload from here on.
     """
 
-    inputs: ClassVar = {"in": Port(EncodedBatch)}
-    outputs: ClassVar = {"dram": Port(SealedBatch), "direct": Port(SealedBatch, optional=True)}
-    lanes: ClassVar = frozenset({"stream", "host"})
+    inputs: ClassVar[Ports] = {"in": Port(EncodedBatch)}
+    outputs: ClassVar[Ports] = {
+        "dram": Port(SealedBatch),
+        "direct": Port(SealedBatch, optional=True),
+    }
+    lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: EncodedBatch, ctx: StageContext) -> Outputs:
         """Compute on the lane what the encoder or a stage after it left open."""

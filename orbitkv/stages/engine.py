@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from orbitkv.graph import Port
+from orbitkv.graph import Lanes, Port, Ports
+from orbitkv.objects import Segment
 from orbitkv.segment import PagedTensors
 from orbitkv.stages.base import Outputs, StageContext, StreamLane
 from orbitkv.stages.batch import DecodedBatch, Destination, PageBatch, PublishBatch
-from orbitkv.objects import Segment
 
 
 class GatherPages:
@@ -20,9 +20,9 @@ class GatherPages:
     Out: ``PageBatch``: views of the engine's own memory; nothing is copied yet.
     """
 
-    inputs: ClassVar = {"in": Port(PublishBatch, entry=True)}
-    outputs: ClassVar = {"out": Port(PageBatch)}
-    lanes: ClassVar = frozenset({"stream", "host"})
+    inputs: ClassVar[Ports] = {"in": Port(PublishBatch, entry=True)}
+    outputs: ClassVar[Ports] = {"out": Port(PageBatch)}
+    lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: PublishBatch, ctx: StageContext) -> Outputs:
         """Gather once what the engine queued before its event is over."""
@@ -30,9 +30,7 @@ class GatherPages:
             assert isinstance(ctx.lane, StreamLane)
             await ctx.lane.reached(batch.ready)
         groups = batch.tensors.geometry.groups
-        objects = tuple(
-            (key, page_index, groups[key.group]) for key, page_index in batch.pages
-        )
+        objects = tuple((key, page_index, groups[key.group]) for key, page_index in batch.pages)
         return {"out": PageBatch(batch.part, batch.tensors, objects, batch.nbytes)}
 
 
@@ -43,9 +41,9 @@ class PlacePages:
     Out: nothing. The pages hold the saved bytes when the part is settled.
     """
 
-    inputs: ClassVar = {"in": Port(DecodedBatch)}
-    outputs: ClassVar = {}
-    lanes: ClassVar = frozenset({"stream", "host"})
+    inputs: ClassVar[Ports] = {"in": Port(DecodedBatch)}
+    outputs: ClassVar[Ports] = {}
+    lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: DecodedBatch, ctx: StageContext) -> Outputs:
         """Place every object of the pages that are not missed."""

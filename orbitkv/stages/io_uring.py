@@ -7,7 +7,7 @@ from typing import ClassVar
 from orbitkv.cache.catalogue import Copy, Tier, Want
 from orbitkv.config import Config
 from orbitkv.errors import OrbitError, ShortRead, ShortWrite
-from orbitkv.graph import Port
+from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Bytes
 from orbitkv.stages.base import IoLane, Outputs, StageContext, Transfer
 from orbitkv.stages.batch import LoadedBatch, ReadBatch, WriteBatch
@@ -20,9 +20,9 @@ class WriteExtents:
     Out: nothing. A fault abandons that object's write and frees its extent; others go on.
     """
 
-    inputs: ClassVar = {"in": Port(WriteBatch, entry=True)}
-    outputs: ClassVar = {}
-    lanes: ClassVar = frozenset({"ring"})
+    inputs: ClassVar[Ports] = {"in": Port(WriteBatch, entry=True)}
+    outputs: ClassVar[Ports] = {}
+    lanes: ClassVar[Lanes] = frozenset({"ring"})
 
     @staticmethod
     def unavailable(config: Config) -> str | None:
@@ -50,7 +50,7 @@ class WriteExtents:
                     ctx.log.warning("ssd_write_failed", fault=str(fault))
         finally:
             for source, extent in pairs:
-                source.write_queued = False
+                ctx.catalogue.end_write(source)
                 ctx.catalogue.unpin(source)
                 ctx.catalogue.unpin(extent)
         return {}
@@ -70,7 +70,7 @@ class WriteExtents:
                 continue
             else:
                 catalogue.counters["ssd_writes_no_room"] += 1
-            source.write_queued = False
+            catalogue.end_write(source)
         return pairs
 
 
@@ -82,9 +82,9 @@ class ReadExtents:
          cannot be read, or gets no memory in time, is a miss.
     """
 
-    inputs: ClassVar = {"in": Port(ReadBatch, entry=True)}
-    outputs: ClassVar = {"out": Port(LoadedBatch)}
-    lanes: ClassVar = frozenset({"ring"})
+    inputs: ClassVar[Ports] = {"in": Port(ReadBatch, entry=True)}
+    outputs: ClassVar[Ports] = {"out": Port(LoadedBatch)}
+    lanes: ClassVar[Lanes] = frozenset({"ring"})
 
     @staticmethod
     def unavailable(config: Config) -> str | None:
@@ -99,9 +99,7 @@ class ReadExtents:
             Want(source.digest, source.nbytes, source.generation, source)
             for source, _ in batch.items
         ]
-        loaded = await ctx.catalogue.reserve_dram(
-            wants, urgent=True, wait_s=ctx.config.pool_wait_s
-        )
+        loaded = await ctx.catalogue.reserve_dram(wants, urgent=True, wait_s=ctx.config.pool_wait_s)
         if loaded is None:
             for source, destination in batch.items:
                 batch.miss(source, destination)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from orbitkv.config import Config
 from orbitkv.errors import Unavailable
-from orbitkv.graph import Port
+from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.probe import mooncake_unavailable
 from orbitkv.stages.base import Batch, Outputs, StageContext
 from orbitkv.stages.batch import LoadedBatch, PeerBatch, PeerReadBatch
@@ -15,7 +15,7 @@ from orbitkv.stages.batch import LoadedBatch, PeerBatch, PeerReadBatch
 class PeerRoute:
     """What both directions share. This release has no peer client yet, and says so."""
 
-    lanes: ClassVar = frozenset({"peer"})
+    lanes: ClassVar[Lanes] = frozenset({"peer"})
 
     @staticmethod
     def unavailable(config: Config) -> str | None:
@@ -36,8 +36,8 @@ class OfferPeer(PeerRoute):
     Out: nothing.
     """
 
-    inputs: ClassVar = {"in": Port(PeerBatch)}
-    outputs: ClassVar = {}
+    inputs: ClassVar[Ports] = {"in": Port(PeerBatch)}
+    outputs: ClassVar[Ports] = {}
 
 
 class FetchPeer(PeerRoute):
@@ -47,5 +47,5 @@ class FetchPeer(PeerRoute):
     Out: ``LoadedBatch``: copies in DRAM that nothing has checked.
     """
 
-    inputs: ClassVar = {"in": Port(PeerReadBatch, entry=True)}
-    outputs: ClassVar = {"out": Port(LoadedBatch)}
+    inputs: ClassVar[Ports] = {"in": Port(PeerReadBatch, entry=True)}
+    outputs: ClassVar[Ports] = {"out": Port(LoadedBatch)}

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from orbitkv.config import Config
 from orbitkv.errors import Unavailable
-from orbitkv.graph import Port
+from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.probe import cuda_unavailable, kvikio_unavailable
 from orbitkv.stages.base import Batch, Outputs, StageContext
 from orbitkv.stages.batch import LandedBatch, SealedBatch, StagedBatch, UploadedBatch
@@ -19,7 +19,7 @@ class DirectRoute:
     the same, and the reason is told wherever the graph is shown.
     """
 
-    lanes: ClassVar = frozenset({"stream", "file"})
+    lanes: ClassVar[Lanes] = frozenset({"stream", "file"})
 
     @staticmethod
     def unavailable(config: Config) -> str | None:
@@ -41,8 +41,8 @@ class StageForWrite(DirectRoute):
     Out: ``StagedBatch``, device.
     """
 
-    inputs: ClassVar = {"in": Port(SealedBatch)}
-    outputs: ClassVar = {"out": Port(StagedBatch)}
+    inputs: ClassVar[Ports] = {"in": Port(SealedBatch)}
+    outputs: ClassVar[Ports] = {"out": Port(StagedBatch)}
 
 
 class LandRead(DirectRoute):
@@ -52,5 +52,5 @@ class LandRead(DirectRoute):
     Out: ``UploadedBatch``, device.
     """
 
-    inputs: ClassVar = {"in": Port(LandedBatch)}
-    outputs: ClassVar = {"out": Port(UploadedBatch)}
+    inputs: ClassVar[Ports] = {"in": Port(LandedBatch)}
+    outputs: ClassVar[Ports] = {"out": Port(UploadedBatch)}

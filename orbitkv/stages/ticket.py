@@ -88,9 +88,7 @@ class Ticket:
         conclude: Makes the outcome from the pages done and not done, in the order asked for.
     """
 
-    def __init__(
-        self, conclude: Callable[[tuple[bytes, ...], tuple[bytes, ...]], Outcome]
-    ) -> None:
+    def __init__(self, conclude: Callable[[tuple[bytes, ...], tuple[bytes, ...]], Outcome]) -> None:
         self._conclude = conclude
         self._future: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
         self._hashes: list[bytes] = []

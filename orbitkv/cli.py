@@ -1,0 +1,153 @@
+"""The command ``orbitkv``: demo, draw, check, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from orbitkv.config import Config
+from orbitkv.errors import OrbitError
+from orbitkv.graph import Chart
+from orbitkv.pipeline import load_pipeline
+from orbitkv.runtime.runtime import unavailable_nodes
+
+EXIT_DIFFERS = 1
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what was wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_REFUSED, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code: 0, 1 where a result differs, 2 where refused."""
+    parser = _Parser(prog="orbitkv", description="The KV cache, outside the GPU, as a graph.")
+    parser.add_argument("--version", action="version", version=version("orbitkv"))
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    for name, add_arguments, run, summary in (
+        ("demo", _demo_arguments, _demo, "save and restore a real model's KV cache"),
+        ("draw", _draw_arguments, _draw, "draw pipelines as a Mermaid flowchart"),
+        ("check", _check_arguments, _check, "check a pipeline definition"),
+        ("doctor", _doctor_arguments, _doctor, "say what this machine can do"),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        add_arguments(command)
+        command.set_defaults(run=run)
+    args = parser.parse_args(argv)
+    sys.path.insert(0, "")  # a definition's own stages are found from here, as with python -m
+    run_command: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run_command(args)
+    except OrbitError as error:
+        print(f"orbitkv: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has gone; there is nobody left to tell
+        return EXIT_REFUSED
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    from orbitkv import demo
+
+    demo.add_arguments(parser)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from orbitkv import demo
+
+    return demo.run(args)
+
+
+def _draw_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "pipelines",
+        nargs="*",
+        default=["save", "restore"],
+        metavar="NAME|FILE",
+        help="packaged names or files, drawn together in this order (default: save restore)",
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="dash what is switched off on this machine"
+    )
+    parser.add_argument(
+        "--ssd-path", type=Path, metavar="P", help="with --live: as if the SSD tier were at P"
+    )
+
+
+def _draw(args: argparse.Namespace) -> int:
+    graphs = [load_pipeline(source).graph for source in args.pipelines]
+    chart = Chart({}, ())
+    for graph in graphs:
+        chart |= graph.chart
+    if not args.live:
+        print(chart.to_mermaid())
+        return 0
+    dashed: set[tuple[str, str]] = set()
+    notes = []
+    for graph in graphs:
+        off = unavailable_nodes(graph, Config(ssd_path=args.ssd_path))
+        dashed |= {(e.src, e.dst) for e in graph.edges if e.src in off or e.dst in off}
+        notes += [f"%% {graph.name}: {node_id} is off: {why}" for node_id, why in off.items()]
+    print("\n".join([chart.to_mermaid(dashed=frozenset(dashed)), *notes]))
+    return 0
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a definition, or a packaged name")
+
+
+def _check(args: argparse.Namespace) -> int:
+    pipeline = load_pipeline(args.file)
+    graph = pipeline.graph
+    print(
+        f"{graph.name}: {len(graph.nodes)} nodes, {len(graph.edges)} edges, "
+        f"sha256 {pipeline.sha256[:16]}"
+    )
+    return 0
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument(
+        "--ssd-path",
+        type=Path,
+        metavar="P",
+        help="where the SSD tier would be (default: here, and no SSD tier)",
+    )
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    import os
+
+    from rich.console import Console
+
+    from orbitkv import doctor
+
+    findings = doctor.examine(
+        args.ssd_path or Path.cwd(), nvcomp_library=os.environ.get("ORBITKV_NVCOMP_LIBRARY")
+    )
+    config = Config(ssd_path=args.ssd_path)
+    nodes = {
+        f"{name}.{node_id}": reason
+        for name in ("save", "restore")
+        for node_id, reason in unavailable_nodes(load_pipeline(name).graph, config).items()
+    }
+    if args.json:
+        print(doctor.to_json(findings, nodes))
+    else:
+        doctor.render(findings, Console(), nodes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
