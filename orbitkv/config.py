@@ -15,10 +15,11 @@ KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 
-_UNIT_NBYTES = {"": 1, "b": 1}
+_UNIT_NBYTES = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNIT_NBYTES |= dict.fromkeys((_letter, f"{_letter}b", f"{_letter}ib"), 2 ** (10 * _power))
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([a-zA-Z]*)\s*", re.ASCII)
+_MOST_NBYTES = 2**63 - 1
 _STORAGE_CODECS = ("none",)
 
 
@@ -36,8 +37,9 @@ def parse_nbytes(text: str | int, *, setting: str) -> int:
         wanted = "a number of bytes, or one with a unit such as 64 MiB or 8gb"
         raise ConfigError(f"{setting}: {text!r} is not a size; accepted: {wanted}")
     nbytes = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
-    if nbytes != int(nbytes):
-        raise ConfigError(f"{setting}: {text!r} is {nbytes} bytes; accepted: a whole number")
+    if nbytes != int(nbytes) or nbytes > _MOST_NBYTES:
+        accepted = f"a whole number up to {_MOST_NBYTES}"
+        raise ConfigError(f"{setting}: {text!r} is {nbytes} bytes; accepted: {accepted}")
     return int(nbytes)
 
 
@@ -93,7 +95,7 @@ class Config:
         if self.storage_codec not in _STORAGE_CODECS:
             accepted = ", ".join(_STORAGE_CODECS)
             raise ConfigError(f"storage_codec: {self.storage_codec!r}; accepted: {accepted}")
-        if self.pool_wait_s < 0:
+        if not self.pool_wait_s >= 0:  # also refuses NaN
             raise ConfigError(f"pool_wait_s: {self.pool_wait_s}; accepted: zero or more seconds")
         if self.ssd_persist and self.ssd_path is None:
             raise ConfigError("ssd_persist: True without an ssd_path; accepted: with one")

@@ -22,6 +22,7 @@ MAGIC = b"OrbitKV\0"
 VERSION = 2
 PAYLOAD_ALIGN_NBYTES = 512
 OBJECT_ALIGN_NBYTES = 4096
+KEY_DIGEST_NBYTES = 32
 MAX_SEGMENTS = 2**16
 MAX_SEGMENT_NBYTES = 2**40
 
@@ -149,10 +150,13 @@ def write_object(
         Length of the object: a multiple of 4 KiB.
 
     Raises:
-        ValueError: no segments, one has no CRC, or ``image`` is too short.
+        ValueError: no segments, one has no CRC, the digest has another length than SHA-256's,
+            or ``image`` is too short.
     """
     if not segments:
         raise ValueError("an object without segments")
+    if len(key_digest) != KEY_DIGEST_NBYTES:
+        raise ValueError(f"key digest of {len(key_digest)} bytes; accepted: {KEY_DIGEST_NBYTES}")
     offsets = payload_offsets([segment.payload.nbytes for segment in segments])
     table_end = HEADER_NBYTES + ROW_NBYTES * len(segments)
     total_nbytes = align_up(offsets[-1] + segments[-1].payload.nbytes, OBJECT_ALIGN_NBYTES)

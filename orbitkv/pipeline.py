@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
-import inspect
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -133,8 +132,8 @@ class _Reader:
             )
         if implementation is not None:
             try:
-                inspect.signature(implementation).bind(**options)
-            except TypeError as error:
+                implementation(**options)
+            except Exception as error:  # noqa: BLE001 - a user's stage may refuse in any way
                 self.faults.append(f"{where}: options of stage {name!r}: {error}")
         return StageUse(name, implementation, options)
 

@@ -75,6 +75,15 @@ class Slot:
     strides: tuple[int, ...] | None = None
     group: str = "attention"
 
+    def __post_init__(self) -> None:
+        """Take roles and axes in text too; what is neither is a fault of the geometry."""
+        try:
+            object.__setattr__(self, "role", Role(self.role))
+            object.__setattr__(self, "axes", tuple(Axis(axis) for axis in self.axes))
+        except (ValueError, TypeError) as error:
+            accepted = f"role of {', '.join(Role)}; axes of {', '.join(Axis)}"
+            raise GeometryError((f"slot {self.name!r}: {error}; accepted: {accepted}",)) from error
+
     @property
     def width(self) -> int:
         """Elements along the ``dim`` axis."""
@@ -358,6 +367,9 @@ def _as_words(slot: Slot, tensor: Any) -> Words:  # noqa: ANN401 - torch or nump
     device = str(getattr(tensor, "device", "an unknown device"))
     if device != "cpu":
         message = f"slot {slot.name!r}: on {device}; accepted in this release: cpu"
+        raise GeometryError((message,))
+    if "strided" not in str(getattr(tensor, "layout", "strided")):
+        message = f"slot {slot.name!r}: layout {tensor.layout}; accepted: torch.strided"
         raise GeometryError((message,))
     import torch  # noqa: PLC0415 - only an engine that brings torch pays for its import
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -30,8 +31,10 @@ class IndexRow:
     nbytes: int
 
     def check(self) -> None:
-        """Raise ValueError where the row cannot name an extent."""
+        """Raise ValueError or TypeError where the row cannot name an extent."""
         bytes.fromhex(self.digest)
+        if not all(type(value) is int for value in (self.generation, self.offset, self.nbytes)):
+            raise TypeError(f"extent of {self.nbytes!r} bytes at {self.offset!r}")
         aligned = not (self.offset % OBJECT_ALIGN_NBYTES or self.nbytes % OBJECT_ALIGN_NBYTES)
         if not aligned or min(self.offset, self.generation) < 0 or self.nbytes < 1:
             raise ValueError(f"extent of {self.nbytes} bytes at {self.offset}")
@@ -61,20 +64,17 @@ class ExtentStore:
         self._index_path = path.with_name(f"{path.name}.index")
         self._lock_path = path.with_name(f"{path.name}.lock")
         self._ranges = FreeRanges(align_up(capacity_nbytes, OBJECT_ALIGN_NBYTES))
-        self._lock_file = _lock(path, self._lock_path)
-        try:
-            self.fd, self.buffered_reason = _open(path)
-            try:
-                _preallocate(self.fd, path, self._ranges.capacity_nbytes)
-            except BaseException:
-                os.close(self.fd)
-                path.unlink()
-                raise
-        except BaseException:
-            self._unlock()
-            raise
         self.cold_reason: str | None = None
-        self.recovered = tuple(self._recover()) if persist else ()
+        self._lock_file = _lock(path, self._lock_path)
+        with ExitStack() as undo:
+            undo.callback(self._unlock)
+            if not path.exists():
+                undo.callback(path.unlink, missing_ok=True)
+            self.fd, self.buffered_reason = _open(path)
+            undo.callback(os.close, self.fd)
+            _preallocate(self.fd, path, self._ranges.capacity_nbytes)
+            self.recovered = tuple(self._recover()) if persist else ()
+            undo.pop_all()
 
     @property
     def capacity_nbytes(self) -> int:
@@ -117,14 +117,18 @@ class ExtentStore:
         A damaged index is a cold start, not a fault: every object in it can be computed again.
         """
         try:
-            index_text = self._index_path.read_text()
+            index_bytes = self._index_path.read_bytes()
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise StoreError(
+                f"ssd index {self._index_path}: {error.strerror}; remove it"
+            ) from error
         self._index_path.unlink()
         try:
-            rows = _parse_index(index_text)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            self.cold_reason = f"index {self._index_path} is damaged: {error}"
+            rows = _parse_index(index_bytes)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            self.cold_reason = f"index {self._index_path} is damaged: {error!r}"
             return
         for row in rows:
             # A smaller file than before no longer holds the extents past its end.
@@ -136,8 +140,8 @@ class ExtentStore:
         self._lock_file.close()
 
 
-def _parse_index(text: str) -> list[IndexRow]:
-    index = json.loads(text)
+def _parse_index(index_bytes: bytes) -> list[IndexRow]:
+    index = json.loads(index_bytes)
     if index["format"] != INDEX_FORMAT:
         raise ValueError(f"format {index['format']!r}; accepted: {INDEX_FORMAT!r}")
     rows = [IndexRow(**fields) for fields in index["objects"]]
@@ -152,21 +156,37 @@ def _lock(path: Path, lock_path: Path) -> IO[str]:
         raise StoreError(f"ssd path {path}: no directory {path.parent}; create it first")
     if path.is_dir():
         raise StoreError(f"ssd path {path}: a directory; accepted: a file, such as {path / 'kv'}")
-    try:
-        lock_file = lock_path.open("a+")
-    except OSError as error:
-        raise StoreError(f"ssd path {path}: {error.strerror}; accepted: a writable path") from error
-    try:
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock_file.seek(0)
-        owner = lock_file.read().strip() or "unknown"
+    while True:
+        try:
+            lock_file = lock_path.open("a+")
+        except OSError as error:
+            accepted = "a writable path"
+            raise StoreError(f"ssd path {path}: {error.strerror}; accepted: {accepted}") from error
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock_file.seek(0)
+            owner = lock_file.read().strip() or "unknown"
+            lock_file.close()
+            raise StoreError(f"ssd path {path}: in use by process {owner}") from error
+        # An owner that closed meanwhile has removed the file that we hold: then take the new one.
+        held = os.fstat(lock_file.fileno())
+        if (held.st_dev, held.st_ino) == _identity(lock_path):
+            break
         lock_file.close()
-        raise StoreError(f"ssd path {path}: in use by process {owner}") from error
     lock_file.truncate(0)
     lock_file.write(f"{os.getpid()}\n")
     lock_file.flush()
     return lock_file
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of what a path names now; None where there is nothing."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _open(path: Path) -> tuple[int, str | None]:

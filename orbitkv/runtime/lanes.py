@@ -21,8 +21,8 @@ async def drained(submitted: asyncio.Future[T]) -> T:
     cancelled: asyncio.CancelledError | None = None
     while not submitted.done():
         # A future of our own takes the cancellation, so that what was submitted never does.
-        over = submitted.get_loop().create_future()
-        submitted.add_done_callback(lambda _, over=over: over.done() or over.set_result(None))
+        over: asyncio.Future[None] = submitted.get_loop().create_future()
+        submitted.add_done_callback(functools.partial(_end, over))
         try:
             await over
         except asyncio.CancelledError as error:
@@ -30,6 +30,11 @@ async def drained(submitted: asyncio.Future[T]) -> T:
     if cancelled is not None:
         raise cancelled from submitted.exception()
     return submitted.result()
+
+
+def _end(over: asyncio.Future[None], _: asyncio.Future[Any]) -> None:
+    if not over.done():
+        over.set_result(None)
 
 
 @runtime_checkable
@@ -66,13 +71,8 @@ class HostLane:
         return await drained(submitted)
 
     async def reached(self, event: object) -> None:
-        """Wait for the engine's event, in order with this lane's work.
-
-        Raises:
-            TypeError: the event is nothing that a thread can wait for.
-        """
-        if not isinstance(event, BlockingEvent):
-            raise TypeError(f"event {event!r}; accepted: an object with wait()")
+        """Wait for the engine's event, in order with this lane's work."""
+        assert isinstance(event, BlockingEvent), "the manager takes no other"
         await self.run(event.wait)
 
     async def close(self) -> None:

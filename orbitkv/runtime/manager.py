@@ -17,11 +17,17 @@ from orbitkv.cache.catalogue import Catalogue, Copy, Tier
 from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
 from orbitkv.config import MIB, Config
-from orbitkv.errors import Cancelled, Closed, DestinationError, ImpossibleRequest
+from orbitkv.errors import (
+    Cancelled,
+    Closed,
+    ConfigError,
+    DestinationError,
+    ImpossibleRequest,
+)
 from orbitkv.graph import Node
 from orbitkv.pipeline import load_pipeline
 from orbitkv.runtime.channel import ChannelStatistics
-from orbitkv.runtime.lanes import HostLane
+from orbitkv.runtime.lanes import BlockingEvent, HostLane
 from orbitkv.runtime.runtime import LaneFactory, NodeStatistics, OwnedLane, Runtime
 from orbitkv.runtime.uring import open_io_lane
 from orbitkv.segment import (
@@ -124,7 +130,11 @@ class Flushed:
 
 @dataclass(frozen=True, slots=True)
 class ManagerStatistics:
-    """A snapshot of a manager. Bytes are whole 4 KiB blocks."""
+    """A snapshot of a manager. Bytes are whole 4 KiB blocks.
+
+    Attributes:
+        nodes, channels, unavailable: Of each direction, ``save`` and ``restore``.
+    """
 
     pool_capacity_nbytes: int
     pool_used_nbytes: int
@@ -162,6 +172,7 @@ class Manager:
         self._instances: set[Instance] = set()
         self._leases: set[PrefixLease] = set()
         self._feeding: set[asyncio.Task[None]] = set()
+        self._calls: set[concurrent.futures.Future[Any]] = set()
         self._closing = False
         self._log = _logger()
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -318,6 +329,8 @@ class Manager:
                 self._started.set_exception(error)
             else:
                 raise
+        finally:
+            self._refuse_calls()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -343,6 +356,7 @@ class Manager:
                 )
                 for graph in (save_graph, restore_graph)
             )
+            self._check_entries()
             async with self._save, self._fetch:
                 self._tell_what_is_off(extents)
                 self._started.set_result(None)
@@ -351,6 +365,19 @@ class Manager:
         finally:
             self._closing = True
             self._catalogue.close()
+
+    def _check_entries(self) -> None:
+        """Refuse definitions that nothing can be asked of."""
+        if not self._save.accepts(PublishBatch):
+            raise ConfigError(
+                f"save_pipeline: {self._save.graph.name!r} takes no pages to save; "
+                "accepted: a definition with the stage 'gather'"
+            )
+        if not (self._fetch.accepts(FetchBatch) or self._fetch.accepts(ReadBatch)):
+            raise ConfigError(
+                f"restore_pipeline: {self._fetch.graph.name!r} has nothing to restore from; "
+                "accepted: a definition with the stage 'serve' or 'read'"
+            )
 
     def _tell_what_is_off(self, extents: ExtentStore | None) -> None:
         """Say once, at start, what this machine does not give."""
@@ -376,10 +403,20 @@ class Manager:
             await asyncio.wait(self._feeding)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._submit(work).result()
+        call = self._submit(work)
+        try:
+            return call.result()
+        except concurrent.futures.CancelledError as error:
+            raise Closed("the manager was closed") from error
 
     async def _call_async(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self._submit(work))
+        call = self._submit(work)
+        try:
+            return await asyncio.wrap_future(call)
+        except asyncio.CancelledError as error:
+            if self._thread.is_alive():
+                raise
+            raise Closed("the manager was closed") from error
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         if threading.current_thread() is self._thread:
@@ -388,7 +425,21 @@ class Manager:
         if self._closing:
             work.close()
             raise Closed("the manager is closed")
-        return asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+        try:
+            call = asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+        except RuntimeError as error:  # the loop has been closed since we looked
+            work.close()
+            raise Closed("the manager is closed") from error
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        if not self._thread.is_alive():
+            self._refuse_calls()  # the loop ended between our look and the call
+        return call
+
+    def _refuse_calls(self) -> None:
+        """Answer callers whose work the loop did not get to before it ended."""
+        for call in tuple(self._calls):
+            call.cancel()
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         if self._closing:
@@ -422,7 +473,6 @@ class Manager:
             self._release(lease)
         while instance.tickets:
             await next(iter(instance.tickets))
-            await asyncio.sleep(0)  # its callbacks run after those who await it
 
     def _check_open(self, instance: Instance) -> None:
         if instance not in self._instances:
@@ -432,6 +482,8 @@ class Manager:
         self, instance: Instance, pages: tuple[tuple[bytes, int], ...], ready: object | None
     ) -> Ticket:
         self._check_open(instance)
+        if ready is not None and not isinstance(ready, BlockingEvent):
+            raise TypeError(f"ready {ready!r}; accepted: an event with wait(), or None")
         instance.tensors.check_indices([index for _, index in pages], distinct=True)
         resident: list[bytes] = []
         fresh: list[tuple[StateKey, int]] = []
@@ -606,7 +658,7 @@ class Manager:
 
     async def _statistics(self) -> ManagerStatistics:
         pool, extents = self._catalogue.pool, self._catalogue.extents
-        pipelines = {runtime.graph.name: runtime for runtime in (self._save, self._fetch)}
+        pipelines = {"save": self._save, "restore": self._fetch}
         taken = {name: runtime.statistics() for name, runtime in pipelines.items()}
         return ManagerStatistics(
             pool.capacity_nbytes,

@@ -273,19 +273,16 @@ class ValidatedBatch(RestoreBatch):
     def recode(self, decode: Recode) -> None:
         """Undo a representation: give (``Format.RAW``, original bytes), or None to leave it.
 
-        Raises:
-            CorruptObject: the bytes have another length than the original.
+        A segment whose decoder raises CorruptObject, or gives another length than the original,
+        stays as it is. Whatever is not raw at ``decode`` makes its page a miss.
         """
         for segment in (segment for segments in self.segments for segment in segments):
-            decoded = decode(segment)
-            if decoded is None:
+            try:
+                decoded = decode(segment)
+            except CorruptObject:
                 continue
-            segment.format, payload = decoded
-            if len(payload) != segment.original_nbytes:
-                raise CorruptObject(
-                    f"decoded {len(payload)} bytes; the original had {segment.original_nbytes}"
-                )
-            segment.payload = np.frombuffer(payload, np.uint8)
+            if decoded is not None and len(decoded[1]) == segment.original_nbytes:
+                segment.format, segment.payload = decoded[0], np.frombuffer(decoded[1], np.uint8)
 
 
 class DirectReadBatch(RestoreBatch):

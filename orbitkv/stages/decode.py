@@ -66,8 +66,9 @@ class Decode:
     """Give segments back the engine's representation: here, raw segments are there already.
 
     In:  ``ValidatedBatch``.
-    Out: ``DecodedBatch``. A segment in a format that this pipeline does not undo, or of another
-         length than its destination, is a miss of its page; what is stored stays.
+    Out: ``DecodedBatch``. An object with a segment that this pipeline cannot undo, or of another
+         length than its destination, is a miss of its page, and hidden: of no use here, it must
+         not keep a new save from replacing it.
     """
 
     inputs: ClassVar[Ports] = {"in": Port(ValidatedBatch)}
@@ -81,6 +82,7 @@ class Decode:
             if fault := _unplaceable(batch, destination, decoded):
                 ctx.log.warning("object_undecodable", generation=copy.generation, fault=fault)
                 ctx.catalogue.counters["undecodable"] += 1
+                ctx.catalogue.hide(copy)
                 batch.miss(copy, destination)
             else:
                 items.append((copy, destination))

@@ -1,0 +1,641 @@
+"""orbitkv demo: a real model's KV cache leaves the engine, and comes back.
+
+The prompt is computed once, saved to DRAM and from there to SSD. Then the engine's own cache is
+thrown away and the prompt is continued three times: as it was computed, from DRAM, and in a new
+process that finds nothing but the file on SSD. The same tokens must come out, of the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from orbitkv.cache.catalogue import Tier
+from orbitkv.config import MIB, Config, format_nbytes, parse_nbytes
+from orbitkv.errors import ConfigError, OrbitError
+from orbitkv.objects import object_nbytes
+from orbitkv.runtime.manager import Manager
+
+DEFAULT_MODEL = Path(".models/smollm2")
+NEW_TOKENS = 32
+WARM_UP_TOKENS = 256
+DTYPES = ("float32", "bfloat16", "float16")
+EXIT_DIFFERS, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+# What they are is imported only once it is known that it can be.
+Model = Any  # transformers.PreTrainedModel
+Cache = Any  # transformers.DynamicCache
+Saver = Any  # orbitkv.engines.transformers.OrbitKVCache
+
+_NEEDED = ("torch", "transformers")
+_NEEDED_FOR_GGUF = ("gguf", "accelerate")
+
+
+class _SecondProcessFailed(Exception):
+    """The new process ended without a result; carries its exit code and last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What both processes do, as it travels from the first to the second.
+
+    Attributes:
+        dtype: Of the weights, and so of the cache.
+        token_ids: The prompt.
+        pool_nbytes, ssd_nbytes: Room for the prompt's pages in each tier.
+    """
+
+    model: str
+    dtype: str
+    token_ids: list[int]
+    page_tokens: int
+    new_tokens: int
+    pool_nbytes: int
+    ssd_nbytes: int
+    ssd_path: str
+
+    @property
+    def pages(self) -> int:
+        """Full pages of the prompt: what is saved."""
+        return len(self.token_ids) // self.page_tokens
+
+    @property
+    def restorable_pages(self) -> int:
+        """Full pages before the prompt's last token, which is always computed."""
+        return (len(self.token_ids) - 1) // self.page_tokens
+
+    @property
+    def tail(self) -> int:
+        """Tokens that are left to compute when all that can be restored is."""
+        return len(self.token_ids) - self.restorable_pages * self.page_tokens
+
+    def config(self) -> Config:
+        """Settings of a manager that leaves its SSD file behind for the next one."""
+        return Config(
+            pool_nbytes=self.pool_nbytes,
+            ssd_path=Path(self.ssd_path),
+            ssd_capacity_nbytes=self.ssd_nbytes,
+            ssd_persist=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One continuation of the prompt.
+
+    Attributes:
+        ttft_ms: From having the prompt's token ids to having the first new token.
+        restore_ms: The part of it that ``OrbitKVCache.restore`` took.
+        page_digests: SHA-256 of each of the prompt's pages, over all layers; only of those that
+            were restored, unless all were computed.
+        sources: How many of the restored pages came from each tier.
+    """
+
+    ttft_ms: float
+    restore_ms: float
+    token_ids: list[int]
+    page_digests: list[str]
+    pages_restored: int
+    sources: Mapping[str, int]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=DEFAULT_MODEL,
+        metavar="DIR",
+        help="directory with one .gguf file or a Hugging Face checkpoint (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="F",
+        help="UTF-8 text to continue (default: OrbitKV's licence)",
+    )
+    parser.add_argument(
+        "--ssd-path",
+        type=Path,
+        metavar="P",
+        help="file to make for the SSD tier, removed at the end (default: a temporary one)",
+    )
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        default=NEW_TOKENS,
+        metavar="N",
+        help="tokens to decode each time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pool-size",
+        metavar="SIZE",
+        help="DRAM for saved pages, such as 256mb (default: what the prompt needs)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=DTYPES[0],
+        help="of the weights; on most CPUs the default is by far the fastest at decoding",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo.
+
+    Returns:
+        0 where every token and byte came back; 1 where one did not; 2 where it could not start.
+    """
+    try:
+        report = _demonstrate(args)
+    except OrbitError as error:
+        sys.stderr.write(f"orbitkv demo: {error}\n")
+        return EXIT_USAGE
+    except _SecondProcessFailed as error:
+        sys.stderr.write(f"orbitkv demo: {error}\n")
+        return EXIT_DIFFERS
+    except KeyboardInterrupt:
+        sys.stderr.write("orbitkv demo: interrupted\n")
+        return EXIT_INTERRUPTED
+    if args.json:
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        _print_report(report)
+    complete = report["pages_restored"] == report["pages_expected"]
+    right = report["tokens_identical"] and report["bytes_identical"] and complete
+    return 0 if right else EXIT_DIFFERS
+
+
+def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
+    console = Console(file=sys.stderr)
+    pool_nbytes = None
+    if args.pool_size is not None:
+        pool_nbytes = parse_nbytes(args.pool_size, setting="--pool-size")
+    if args.new_tokens < 1:
+        raise ConfigError(f"--new-tokens: {args.new_tokens}; accepted: 1 or more")
+    model_path, gguf_file = _find_model(args.model)
+    text, text_name = _read_prompt(args.prompt_file)
+    _check_installed(_NEEDED + (_NEEDED_FOR_GGUF if gguf_file else ()))
+    with _ssd_file(args.ssd_path) as ssd_path:
+        with _step(console, f"loading {args.model}"):
+            token_ids, tokenizer = _tokenize(model_path, gguf_file, text)
+            model = _load_model(model_path, args.dtype)
+        task = _plan(args, model, token_ids, pool_nbytes, ssd_path)
+        cold, dram, stored = _first_process(task, model, console)
+        del model
+        with _step(console, "a new process: loading the model again, restoring from SSD"):
+            ssd = _run_second_process(task)
+    return _report(args, task, (cold, dram, ssd), stored) | {
+        "prompt": text_name,
+        "continuation": tokenizer.decode(cold.token_ids),
+    }
+
+
+# What is asked for ----------------------------------------------------------------------------
+
+
+def _find_model(path: Path) -> tuple[Path, Path | None]:
+    """Tell a GGUF file from a checkpoint directory; the second of the pair is the GGUF file."""
+    accepted = "a directory with one .gguf file, or with a checkpoint's config.json"
+    if path.is_file() and path.suffix == ".gguf":
+        return path, path
+    if not path.is_dir():
+        how = "; `make model` fetches it" if path == DEFAULT_MODEL else ""
+        raise ConfigError(f"--model {path}: no such directory; accepted: {accepted}{how}")
+    found = sorted(path.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0], found[0]
+    if found:
+        names = ", ".join(file.name for file in found)
+        raise ConfigError(f"--model {path}: {names}; accepted: one .gguf file, named by its path")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"--model {path}: holds neither; accepted: {accepted}")
+    return path, None
+
+
+def _read_prompt(path: Path | None) -> tuple[str, str]:
+    """Read the prompt; OrbitKV's own licence where none is given."""
+    if path is None:
+        return _licence_text(), "the Apache License 2.0"
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt-file {path}: {error}; accepted: UTF-8 text") from error
+    except OSError as error:
+        raise ConfigError(
+            f"--prompt-file {path}: {error.strerror}; accepted: a readable text file"
+        ) from error
+
+
+def _licence_text() -> str:
+    """The licence: an installed package has it in its metadata, a checkout at its root."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("orbitkv") or ():
+            if file.name == "LICENSE":
+                with contextlib.suppress(OSError):
+                    return file.read_text(encoding="utf-8")
+    checkout = Path(__file__).parents[1] / "LICENSE"
+    try:
+        return checkout.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "no LICENSE comes with this installation; accepted: a text named by --prompt-file"
+        ) from error
+
+
+def _check_installed(names: Sequence[str]) -> None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"not installed: {', '.join(missing)}; to get all that the demo needs: "
+            "pip install 'orbitkv[transformers]'"
+        )
+
+
+@contextlib.contextmanager
+def _ssd_file(path: Path | None) -> Iterator[Path]:
+    """Give a path for the SSD tier, and remove whatever was made there, however the demo ends."""
+    if path is None:
+        # /tmp may be memory; /var/tmp is to be kept over a reboot, so it is on a disk.
+        durable = Path("/var/tmp")  # noqa: S108 - a private directory is made in it
+        where = durable if os.access(durable, os.W_OK | os.X_OK) else None
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix="orbitkv-demo-", dir=where)
+        except OSError as error:
+            raise ConfigError(f"no temporary file: {error}; accepted: --ssd-path") from error
+        with temporary as directory:
+            yield Path(directory) / "kv"
+        return
+    accepted = "a path where a file can be made and nothing is yet"
+    try:
+        path.open("xb").close()
+    except OSError as error:
+        raise ConfigError(f"--ssd-path {path}: {error.strerror}; accepted: {accepted}") from error
+    try:
+        yield path
+    finally:
+        for suffix in ("", ".index", ".lock", ".unfinished"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def _plan(
+    args: argparse.Namespace,
+    model: Model,
+    token_ids: list[int],
+    pool_nbytes: int | None,
+    ssd_path: Path,
+) -> _Task:
+    """Work out the room that the prompt's pages take, and refuse what cannot be."""
+    from orbitkv.engines.transformers import PAGE_TOKENS, declare_geometry  # noqa: PLC0415
+
+    geometry = declare_geometry(model)
+    prompt = "--prompt-file" if args.prompt_file is None else f"--prompt-file {args.prompt_file}"
+    positions = getattr(model.config, "max_position_embeddings", sys.maxsize)
+    if len(token_ids) <= PAGE_TOKENS:
+        raise ConfigError(
+            f"{prompt}: {len(token_ids)} tokens; accepted: {PAGE_TOKENS + 1} or more "
+            f"(a page of {PAGE_TOKENS}, and one to compute)"
+        )
+    if len(token_ids) + args.new_tokens > positions:
+        raise ConfigError(
+            f"{prompt}: {len(token_ids)} tokens and {args.new_tokens} new ones; "
+            f"accepted: {positions} together"
+        )
+    pages = len(token_ids) // PAGE_TOKENS
+    nbytes = pages * object_nbytes(geometry.segment_nbytes)
+    if pool_nbytes is not None and pool_nbytes < nbytes:
+        raise ConfigError(
+            f"--pool-size {args.pool_size}; "
+            f"accepted: {nbytes} bytes or more, for the {pages} pages of this prompt"
+        )
+    return _Task(
+        model=str(args.model.resolve()),
+        dtype=args.dtype,
+        token_ids=token_ids,
+        page_tokens=geometry.page_tokens,
+        new_tokens=args.new_tokens,
+        pool_nbytes=pool_nbytes or nbytes + 64 * MIB,
+        ssd_nbytes=nbytes,
+        ssd_path=str(ssd_path.resolve()),
+    )
+
+
+# The engine -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Keep transformers' bars out of ours, and turn whatever a damaged file raises into a line."""
+    import transformers  # noqa: PLC0415
+
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"--model {path}: {type(error).__name__}: {first}; "
+            "accepted: a causal language model with its tokenizer that transformers loads"
+        ) from error
+
+
+def _source(path: Path) -> dict[str, Any]:
+    """Arguments that name local files to transformers, and keep it off the network."""
+    if path.is_file():
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    else:
+        where = {"pretrained_model_name_or_path": str(path)}
+    return where | {"local_files_only": True}
+
+
+def _tokenize(path: Path, gguf_file: Path | None, text: str) -> tuple[list[int], Any]:
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    with _loading(path):
+        tokenizer = AutoTokenizer.from_pretrained(**_source(gguf_file or path))
+        return list(tokenizer(text).input_ids), tokenizer
+
+
+def _load_model(path: Path, dtype: str) -> Model:
+    """Load a model for the CPU; a GGUF's weights dequantised, else every forward unpacks them."""
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    options = _source(path) | {"dtype": getattr(torch, dtype)}
+    if path.is_file():
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    loader: Any = transformers.AutoModelForCausalLM
+    with _loading(path):
+        return loader.from_pretrained(**options).eval()
+
+
+class _Engine:
+    """A model that continues prompts greedily, one at a time."""
+
+    def __init__(self, model: Model) -> None:
+        from orbitkv.engines.transformers import cache_keyword  # noqa: PLC0415
+
+        self.model = model
+        self._cache_keyword = cache_keyword(model)
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._options = {"logits_to_keep": 1} if keeps else {}
+
+    def next_token(self, token_ids: Sequence[int], cache: Cache) -> int:
+        """Compute the tokens that the cache does not hold; return the likeliest next one."""
+        import torch  # noqa: PLC0415
+
+        with torch.inference_mode():
+            rest = torch.tensor([token_ids[cache.get_seq_length() :]])
+            options = self._options | {self._cache_keyword: cache}
+            return int(self.model(rest, use_cache=True, **options).logits[0, -1].argmax())
+
+    def empty_cache(self) -> Cache:
+        """What a prompt starts with that nothing is known of."""
+        from transformers import DynamicCache  # noqa: PLC0415
+
+        return DynamicCache(config=self.model.config)
+
+    def warm_up(self, token_ids: Sequence[int], *, tail: int) -> None:
+        """Pay what only first calls cost, on tokens that the prompt does not begin with.
+
+        Args:
+            tail: As many tokens at once as are left to compute after a restore.
+        """
+        other, cache = list(token_ids[:-WARM_UP_TOKENS:-1]), self.empty_cache()
+        other.append(self.next_token(other, cache))
+        other += other[:tail]
+        other.append(self.next_token(other, cache))
+        self.next_token(other, cache)
+
+    def decode(
+        self, token_ids: Sequence[int], first: int, new_tokens: int, cache: Cache
+    ) -> list[int]:
+        """Go on after the first new token; return all of them."""
+        grown = [*token_ids, first]
+        while len(grown) < len(token_ids) + new_tokens:
+            grown.append(self.next_token(grown, cache))
+        return grown[len(token_ids) :]
+
+
+def _digest_pages(cache: Cache, pages: int, page_tokens: int) -> list[str]:
+    """SHA-256 of each of a cache's first pages, over K and V of all its layers in turn."""
+    import torch  # noqa: PLC0415
+
+    digests = []
+    for start in range(0, pages * page_tokens, page_tokens):
+        digest = hashlib.sha256()
+        for layer in cache.layers:
+            for tensor in (layer.keys, layer.values):
+                page = tensor[:, :, start : start + page_tokens].contiguous()
+                digest.update(page.view(torch.uint8).numpy())
+        digests.append(digest.hexdigest())
+    return digests
+
+
+# The runs -------------------------------------------------------------------------------------
+
+
+def _first_process(
+    task: _Task,
+    model: Model,
+    console: Console,
+) -> tuple[_Run, _Run, dict[str, int]]:
+    """Compute and save; restore from DRAM; leave everything on SSD.
+
+    Returns:
+        The cold run, the one from DRAM, and the bytes that each tier held.
+    """
+    engine = _Engine(model)
+    with Manager(task.config()) as manager, _kv(task, manager, model) as kv:
+        with _step(console, f"computing {len(task.token_ids)} tokens, then {task.new_tokens} more"):
+            engine.warm_up(task.token_ids, tail=task.tail)
+            cache = engine.empty_cache()
+            started_s = time.perf_counter()
+            first = engine.next_token(task.token_ids, cache)
+            ttft_ms = _since_ms(started_s)
+            ticket = kv.save(task.token_ids, cache)  # goes on while the engine decodes
+            new = engine.decode(task.token_ids, first, task.new_tokens, cache)
+            digests = _digest_pages(cache, task.pages, task.page_tokens)
+            cold = _Run(ttft_ms, 0.0, new, digests, 0, {})
+            ticket.result()
+            del cache  # the engine has nothing left of it
+        stored = {"engine": task.pages * kv.geometry.page_nbytes}
+        stored["dram"] = manager.statistics().pool_used_nbytes
+        with _step(console, f"restoring from DRAM, then {task.new_tokens} more"):
+            dram = _continue_restored(task, engine, kv)
+        with _step(console, "flushing to SSD, evicting DRAM"):
+            manager.flush(evict_dram=True)
+        stored["ssd"] = manager.statistics().ssd_used_nbytes
+    return cold, dram, stored
+
+
+def _second_process(task: _Task) -> _Run:
+    """Restore what another process left on SSD."""
+    model_path, _ = _find_model(Path(task.model))
+    model = _load_model(model_path, task.dtype)
+    engine = _Engine(model)
+    with Manager(task.config()) as manager, _kv(task, manager, model) as kv:
+        engine.warm_up(task.token_ids, tail=task.tail)
+        return _continue_restored(task, engine, kv)
+
+
+def _kv(task: _Task, manager: Manager, model: Model) -> Saver:
+    from orbitkv.engines.transformers import OrbitKVCache  # noqa: PLC0415
+
+    return OrbitKVCache(manager, model, page_tokens=task.page_tokens)
+
+
+def _continue_restored(task: _Task, engine: _Engine, kv: Saver) -> _Run:
+    """Continue the prompt from whatever can be restored of it."""
+    started_s = time.perf_counter()
+    restoration = kv.restore(task.token_ids)
+    restore_ms = _since_ms(started_s)
+    first = engine.next_token(task.token_ids, restoration.cache)
+    ttft_ms = _since_ms(started_s)
+    new = engine.decode(task.token_ids, first, task.new_tokens, restoration.cache)
+    pages = restoration.pages_restored
+    digests = _digest_pages(restoration.cache, pages, task.page_tokens)
+    sources = {str(tier): count for tier, count in restoration.sources.items()}
+    return _Run(ttft_ms, restore_ms, new, digests, pages, sources)
+
+
+def _run_second_process(task: _Task) -> _Run:
+    """Hand the task to a new interpreter's standard input; the run comes by standard output."""
+    package_root = str(Path(__file__).parents[1])
+    search_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    ended = subprocess.run(
+        [sys.executable, "-m", "orbitkv.demo"],
+        input=json.dumps(asdict(task)),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": search_path},
+    )
+    if ended.returncode != 0:
+        words = (ended.stderr.strip() or "it said nothing").splitlines()[-1]
+        code = ended.returncode
+        raise _SecondProcessFailed(f"the new process ended with exit code {code}: {words}")
+    return _Run(**json.loads(ended.stdout))
+
+
+def _answer_task() -> int:
+    """Be the second process."""
+    task = _Task(**json.loads(sys.stdin.read()))
+    try:
+        second = _second_process(task)
+    except OrbitError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:  # the first process says it
+        return EXIT_INTERRUPTED
+    sys.stdout.write(json.dumps(asdict(second)) + "\n")
+    return 0
+
+
+# What came out --------------------------------------------------------------------------------
+
+
+def _since_ms(started_s: float) -> float:
+    return (time.perf_counter() - started_s) * 1e3
+
+
+@contextlib.contextmanager
+def _step(console: Console, text: str) -> Iterator[None]:
+    """Show what is under way, and how long it took once it is over."""
+    started_s = time.perf_counter()
+    with console.status(escape(text)):
+        yield
+    console.print(f"[dim]{escape(text)}: {time.perf_counter() - started_s:.1f} s[/dim]")
+
+
+def _report(
+    args: argparse.Namespace,
+    task: _Task,
+    runs: tuple[_Run, _Run, _Run],
+    stored: Mapping[str, int],
+) -> dict[str, Any]:
+    """Compare the runs. What was restored must come from the tier that it claims to come from."""
+    import torch  # noqa: PLC0415
+
+    cold, dram, ssd = runs
+    from_tier = {Tier.DRAM: dram, Tier.SSD: ssd}
+    return {
+        "tokens_identical": all(run.token_ids == cold.token_ids for run in from_tier.values()),
+        "bytes_identical": all(
+            run.page_digests == cold.page_digests[: task.restorable_pages]
+            for run in from_tier.values()
+        ),
+        "ttft_ms": {"cold": cold.ttft_ms, "dram": dram.ttft_ms, "ssd": ssd.ttft_ms},
+        "restore_ms": {"dram": dram.restore_ms, "ssd": ssd.restore_ms},
+        "speedup": {tier: cold.ttft_ms / run.ttft_ms for tier, run in from_tier.items()},
+        "pages_restored": min(run.sources[tier] for tier, run in from_tier.items()),
+        "pages_expected": task.restorable_pages,
+        "bytes": dict(stored),
+        "prompt_tokens": len(task.token_ids),
+        "new_tokens": task.new_tokens,
+        "model": str(args.model),
+        "dtype": task.dtype,
+        "machine": {
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
+
+
+def _print_report(report: Mapping[str, Any]) -> None:
+    """Draw the report as a table, for people."""
+    table = Table(
+        title=f"{report['prompt_tokens']} tokens of {report['prompt']}, {report['dtype']}",
+        caption=f"continued with: {escape(repr(report['continuation']))}",
+    )
+    for heading in ("", "time to first token", "of that restoring", "faster", "stored"):
+        table.add_column(heading, justify="right" if heading else "left")
+    ttft_ms, stored = report["ttft_ms"], report["bytes"]
+    nbytes = format_nbytes(stored["engine"])
+    table.add_row("computed", f"{ttft_ms['cold']:,.0f} ms", "", "", f"{nbytes} in the engine")
+    for tier, name in ((Tier.DRAM, "from DRAM"), (Tier.SSD, "from SSD, in a new process")):
+        table.add_row(
+            name,
+            f"{ttft_ms[tier]:,.0f} ms",
+            f"{report['restore_ms'][tier]:,.0f} ms",
+            f"{report['speedup'][tier]:.1f}x",
+            format_nbytes(stored[tier]),
+        )
+    console = Console()
+    console.print(table)
+    pages, wanted = report["pages_restored"], report["pages_expected"]
+    console.print(f"pages restored     {pages} of {wanted}")
+    for name in ("tokens_identical", "bytes_identical"):
+        verdict = "[green]yes[/green]" if report[name] else "[bold red]NO[/bold red]"
+        console.print(f"{name.replace('_', ' '):<18} {verdict}")
+
+
+if __name__ == "__main__":
+    sys.exit(_answer_task())
