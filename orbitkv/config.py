@@ -44,7 +44,7 @@ def parse_nbytes(text: str | int, *, setting: str) -> int:
 
 
 def format_nbytes(nbytes: int) -> str:
-    """Render bytes as ``parse_nbytes`` reads them back, rounded to a tenth of the unit."""
+    """Render bytes for people, to a tenth of the unit."""
     value, unit = float(nbytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < KIB:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from orbitkv.runtime.manager import Manager
 
 DEFAULT_MODEL = Path(".models/smollm2")
 NEW_TOKENS = 32
-WARM_UP_TOKENS = 256
 DTYPES = ("float32", "bfloat16", "float16")
 EXIT_DIFFERS, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -83,11 +82,6 @@ class _Task:
     def restorable_pages(self) -> int:
         """Full pages before the prompt's last token, which is always computed."""
         return (len(self.token_ids) - 1) // self.page_tokens
-
-    @property
-    def tail(self) -> int:
-        """Tokens that are left to compute when all that can be restored is."""
-        return len(self.token_ids) - self.restorable_pages * self.page_tokens
 
     def config(self) -> Config:
         """Settings of a manager that leaves its SSD file behind for the next one."""
@@ -419,18 +413,6 @@ class _Engine:
 
         return DynamicCache(config=self.model.config)
 
-    def warm_up(self, token_ids: Sequence[int], *, tail: int) -> None:
-        """Pay what only first calls cost, on tokens that the prompt does not begin with.
-
-        Args:
-            tail: As many tokens at once as are left to compute after a restore.
-        """
-        other, cache = list(token_ids[:-WARM_UP_TOKENS:-1]), self.empty_cache()
-        other.append(self.next_token(other, cache))
-        other += other[:tail]
-        other.append(self.next_token(other, cache))
-        self.next_token(other, cache)
-
     def decode(
         self, token_ids: Sequence[int], first: int, new_tokens: int, cache: Cache
     ) -> list[int]:
@@ -472,7 +454,7 @@ def _first_process(
     engine = _Engine(model)
     with Manager(task.config()) as manager, _kv(task, manager, model) as kv:
         with _step(console, f"computing {len(task.token_ids)} tokens, then {task.new_tokens} more"):
-            engine.warm_up(task.token_ids, tail=task.tail)
+            _warm_up(task, engine, prefill=True)
             cache = engine.empty_cache()
             started_s = time.perf_counter()
             first = engine.next_token(task.token_ids, cache)
@@ -499,8 +481,30 @@ def _second_process(task: _Task) -> _Run:
     model = _load_model(model_path, task.dtype)
     engine = _Engine(model)
     with Manager(task.config()) as manager, _kv(task, manager, model) as kv:
-        engine.warm_up(task.token_ids, tail=task.tail)
+        _warm_up(task, engine, prefill=False)
         return _continue_restored(task, engine, kv)
+
+
+def _warm_up(task: _Task, engine: _Engine, *, prefill: bool) -> None:
+    """Do once, on other tokens, all that will be measured: what only first calls cost is no TTFT.
+
+    It has a manager of its own, of which nothing is left.
+
+    Args:
+        prefill: Compute the other tokens. Else the first one's state stands for them all.
+    """
+    other = task.token_ids[::-1]
+    cache = engine.empty_cache()
+    engine.next_token(other if prefill else other[:1], cache)
+    if not prefill:
+        for layer in cache.layers:
+            layer.keys, layer.values = (
+                tensor.repeat(1, 1, len(other), 1) for tensor in (layer.keys, layer.values)
+            )
+    config = Config(pool_nbytes=task.pool_nbytes)
+    with Manager(config) as manager, _kv(task, manager, engine.model) as kv:
+        kv.save(other, cache).result()
+        _continue_restored(replace(task, token_ids=other, new_tokens=2), engine, kv)
 
 
 def _kv(task: _Task, manager: Manager, model: Model) -> Saver:

@@ -5,11 +5,18 @@ Nothing here runs. The runtime binds a graph to lanes; the pipeline module reads
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from orbitkv.errors import GraphError
+
+# What Mermaid reads as the text of a box without quotes around it.
+_PLAIN_LABEL = frozenset(string.ascii_letters + string.digits + " _-.,:/+")
+
+# The port of an edge's end that named none where there are several: told by who read the edge.
+UNNAMED_PORT = "?"
 
 OnFull = Literal["wait", "drop"]
 LANE_KINDS: Mapping[str, str] = {
@@ -168,13 +175,20 @@ class Chart:
             if node_id in drawn:
                 return node_id
             drawn.add(node_id)
-            return f"{node_id}[{self.labels[node_id]}]"
+            label = self.labels[node_id]
+            plain = set(label) <= _PLAIN_LABEL
+            return (
+                f"{node_id}[{label}]"
+                if plain
+                else f'{node_id}["{label.replace(chr(34), "#quot;")}"]'
+            )
 
         lines = [
             f"    {box(src)} {'-.->' if (src, dst) in dashed else '-->'} {box(dst)}"
             for src, dst in self.arrows
         ]
-        return "\n".join(["flowchart LR", *lines])
+        lonely = [f"    {box(node_id)}" for node_id in self.labels if node_id not in drawn]
+        return "\n".join(["flowchart LR", *lines, *lonely])
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +228,13 @@ def graph_faults(nodes: Mapping[str, Node], edges: Sequence[Edge]) -> Iterator[s
     """Yield everything that is wrong with a description, in the order of the definition."""
     if not nodes:
         yield "no nodes"
+    depths: dict[str, tuple[str, int]] = {}
     for node in nodes.values():
         yield from _node_faults(node)
+        other, depth = depths.setdefault(node.lane, (node.id, node.depth))
+        if depth != node.depth and node.lane_kind == "ring":
+            depths_seen = f"depths {depth} and {node.depth}"
+            yield f"nodes {other} and {node.id}: share lane {node.lane!r} at {depths_seen}"
     yield from _edge_faults(nodes, edges)
     yield from _loose_ports(nodes, edges)
     yield from _entry_faults(nodes)
@@ -267,12 +286,13 @@ def _joint_faults(where: str, use: StageUse, following: StageUse) -> Iterator[st
 
 def _edge_faults(nodes: Mapping[str, Node], edges: Iterable[Edge]) -> Iterator[str]:
     seen: set[tuple[str, str, str, str]] = set()
-    owners: dict[tuple[str, str], str] = {}
+    owners: dict[tuple[str, str], tuple[str, str]] = {}
     for edge in edges:
         where = f"edge {edge}"
-        other = owners.setdefault((edge.src, edge.src_port), edge.dst)
-        if other != edge.dst:
-            yield f"{where}: output leads to {other} as well; a batch has one owner"
+        end = (edge.dst, edge.dst_port)
+        other = owners.setdefault((edge.src, edge.src_port), end)
+        if other != end:
+            yield f"{where}: output leads to {'.'.join(other)} as well; a batch has one owner"
         ends = (edge.src, edge.src_port, edge.dst, edge.dst_port)
         if ends in seen:
             yield f"{where}: declared twice"
@@ -291,12 +311,12 @@ def _edge_faults(nodes: Mapping[str, Node], edges: Iterable[Edge]) -> Iterator[s
 
 def _port_faults(where: str, edge: Edge, src: Node | None, dst: Node | None) -> Iterator[str]:
     given = wanted = None
-    if src and src.resolved:
+    if src and src.resolved and edge.src_port != UNNAMED_PORT:
         given = src.outputs.get(edge.src_port)
         if given is None:
             has = ", ".join(src.outputs) or "none"
             yield f"{where}: {src.id} has no output {edge.src_port!r}; it has {has}"
-    if dst and dst.resolved:
+    if dst and dst.resolved and edge.dst_port != UNNAMED_PORT:
         wanted = dst.inputs.get(edge.dst_port)
         if wanted is None:
             has = ", ".join(dst.inputs) or "none"

@@ -150,11 +150,11 @@ def write_object(
         Length of the object: a multiple of 4 KiB.
 
     Raises:
-        ValueError: no segments, one has no CRC, the digest has another length than SHA-256's,
-            or ``image`` is too short.
+        ValueError: no segments or too many, one has no CRC, the digest is not one of SHA-256, or
+            ``image`` is too short.
     """
-    if not segments:
-        raise ValueError("an object without segments")
+    if not 0 < len(segments) <= MAX_SEGMENTS:
+        raise ValueError(f"object of {len(segments)} segments; accepted: 1 to {MAX_SEGMENTS}")
     if len(key_digest) != KEY_DIGEST_NBYTES:
         raise ValueError(f"key digest of {len(key_digest)} bytes; accepted: {KEY_DIGEST_NBYTES}")
     offsets = payload_offsets([segment.payload.nbytes for segment in segments])

@@ -7,13 +7,26 @@ import hashlib
 import importlib
 import tomllib
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 from orbitkv.config import parse_nbytes
 from orbitkv.errors import ConfigError, GraphError
-from orbitkv.graph import Bound, Edge, Graph, Node, OnFull, Port, StageType, StageUse, graph_faults
+from orbitkv.graph import (
+    LANE_KINDS,
+    UNNAMED_PORT,
+    Bound,
+    Edge,
+    Graph,
+    Node,
+    OnFull,
+    Port,
+    StageType,
+    StageUse,
+    graph_faults,
+)
 from orbitkv.stages import STAGES
 
 PACKAGED = Path(__file__).parent / "pipelines"
@@ -52,12 +65,14 @@ def load_pipeline(source: str | Path) -> Pipeline:
         path = PACKAGED / f"{source}.toml"
     try:
         document = path.read_bytes()
-        table = tomllib.loads(document.decode())
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         names = ", ".join(packaged_names())
-        reason = f"{error.strerror}; accepted: a file, or one of {names}"
+        seen = error.strerror if isinstance(error, OSError) else error
+        reason = f"{seen}; accepted: a file, or one of {names}"
         raise GraphError(str(source), (reason,)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    try:
+        table = tomllib.loads(document.decode())
+    except (ValueError, RecursionError) as error:
         raise GraphError(str(source), (f"not TOML: {error}",)) from error
     return Pipeline(_Reader(path.stem).read(table), hashlib.sha256(document).hexdigest())
 
@@ -141,21 +156,31 @@ class _Reader:
         module_name, _, class_name = name.partition(":")
         try:
             found = getattr(importlib.import_module(module_name), class_name)
-        except Exception as error:  # noqa: BLE001 - a user's module may fail in any way
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may fail in any way
             self.faults.append(f"{where}: stage {name!r} cannot be imported: {error!r}")
             return None
-        missing = [
-            wanted for wanted in ("inputs", "outputs", "lanes", "run") if not hasattr(found, wanted)
-        ]
-        if not isinstance(found, type) or missing:
+        if not isinstance(found, type) or not callable(getattr(found, "run", None)):
             wanted = "a class with inputs, outputs, lanes and run"
             self.faults.append(f"{where}: stage {name!r} is {found!r}; accepted: {wanted}")
             return None
-        ports = (*found.inputs.values(), *found.outputs.values())  # type: ignore[attr-defined]
-        if not all(isinstance(port, Port) for port in ports):
-            self.faults.append(f"{where}: stage {name!r}: accepted as ports: orbitkv.graph.Port")
+        implementation: Any = found
+        for kind in ("inputs", "outputs"):
+            table = getattr(implementation, kind, None)
+            if not isinstance(table, Mapping) or not all(
+                isinstance(port, Port) for port in table.values()
+            ):
+                accepted = "a mapping of names to orbitkv.graph.Port"
+                self.faults.append(
+                    f"{where}: {kind} of stage {name!r} {table!r}; accepted: {accepted}"
+                )
+                return None
+        lanes = getattr(implementation, "lanes", None)
+        if not isinstance(lanes, AbstractSet) or not lanes <= LANE_KINDS.keys():
+            accepted = f"a set of {', '.join(LANE_KINDS)}"
+            self.faults.append(f"{where}: lanes of stage {name!r} {lanes!r}; accepted: {accepted}")
             return None
-        return found
+        stage_type: type[StageType] = implementation
+        return stage_type
 
     def _edge(self, index: int, table: Mapping[str, Any], nodes: Mapping[str, Node]) -> Edge | None:
         where = f"edge {index + 1}"
@@ -186,13 +211,13 @@ class _Reader:
     def _only_port(self, where: str, node: Node | None, kind: str) -> str:
         """The port that an end without one means: the only one there is."""
         if node is None or not node.resolved:
-            return "?"
+            return UNNAMED_PORT
         ports = tuple(node.outputs if kind == "output" else node.inputs)
         if len(ports) == 1:
             return ports[0]
         has = ", ".join(f"{node.id}.{port}" for port in ports) or "none"
         self.faults.append(f"{where}: {node.id} has {len(ports)} {kind}s, name one; it has {has}")
-        return "?"
+        return UNNAMED_PORT
 
     def _bound(self, where: str, value: Any) -> Bound:  # noqa: ANN401 - whatever TOML held
         table = self._as_table(where, value)
@@ -223,7 +248,7 @@ class _Reader:
 
     def _text(self, where: str, table: Mapping[str, Any], key: str) -> str | None:
         value = table.get(key)
-        if isinstance(value, str) and value and "\n" not in value:
+        if isinstance(value, str) and value.splitlines() == [value]:
             return value
         self._missing_or_bad(where, table, key, "a line of text")
         return None

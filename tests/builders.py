@@ -168,6 +168,15 @@ def rest(manager: Manager) -> list[str]:
     return found
 
 
+def comes_to_wait(manager: Manager, count: int) -> bool:
+    """Whether as many requests come to wait for pool memory."""
+    deadline = time.monotonic() + REST_S
+    while f"pool: {count} waiting" not in manager.leaks():
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
 def in_thread(call: Callable[[], Any]) -> threading.Thread:
     """Start a call that may block. A hang of it fails a test, and does not keep pytest alive."""
     thread = threading.Thread(target=call, daemon=True)

@@ -99,7 +99,7 @@ def files(tmp_path: Path) -> Path:
         ("--ssd-path {}/none/kv", "No such file or directory; accepted: a path where"),
         ("--new-tokens 0", "--new-tokens: 0; accepted: 1 or more"),
         ("--pool-size much", "--pool-size: 'much' is not a size; accepted: a number of bytes"),
-        ("--pool-size 64KiB", "--pool-size 64KiB; accepted: 212992 bytes or more, for the 4 pages"),
+        ("--pool-size 64KiB", "--pool-size 64KiB; accepted: 114688 bytes or more, for the 4 pages"),
     ],
 )
 def test_what_cannot_be_done_is_told_in_one_line(

@@ -30,6 +30,7 @@ from orbitkv.objects import (
     write_object,
 )
 
+unhurried = settings(deadline=None)  # a busy machine is no fault
 ROOT = Path(__file__).parents[1]
 OBJECTS = ROOT / "tests" / "golden" / "objects"
 DOCUMENT = ROOT / "docs" / "format.md"
@@ -191,6 +192,7 @@ def segment_lists(draw: st.DrawFn) -> list[Segment]:
     return segments
 
 
+@unhurried
 @given(segment_lists(), st.integers(0, 2**64 - 1), st.binary(min_size=32, max_size=32))
 def test_objects_read_back_as_written_by_us_and_by_others(
     segments: list[Segment], generation: int, key_digest: bytes
@@ -209,6 +211,7 @@ def test_objects_read_back_as_written_by_us_and_by_others(
     assert independent.write(theirs) == image.tobytes()
 
 
+@unhurried
 @given(segment_lists())
 def test_an_object_is_whole_blocks_and_its_payloads_are_aligned(segments: list[Segment]) -> None:
     image = written(segments)
@@ -243,11 +246,10 @@ def test_an_object_is_not_written_where_it_has_no_room() -> None:
 
 
 def test_an_object_without_segments_is_not_written() -> None:
-    with pytest.raises(ValueError, match="without segments"):
+    with pytest.raises(ValueError, match="0 segments; accepted: 1 to"):
         written([])
 
 
-@pytest.mark.xfail(reason="an object is written that no reader accepts")
 def test_an_object_with_too_many_segments_is_not_written() -> None:
     with pytest.raises(ValueError, match="segments"):
         written([segment(b"")] * (2**16 + 1))
@@ -259,6 +261,7 @@ def test_a_key_digest_of_another_length_is_not_stored(nbytes: int) -> None:
         written([segment(b"x")], key_digest=bytes(nbytes))
 
 
+@unhurried
 @given(st.data())
 def test_payloads_that_lie_in_the_image_already_move_only_towards_its_start(
     data: st.DataObject,
@@ -300,6 +303,7 @@ def test_every_flipped_bit_is_refused(name: str) -> None:
     assert not refused(image)
 
 
+@unhurried
 @given(st.data())
 def test_burst_errors_are_refused(data: st.DataObject) -> None:
     image = golden("many")
@@ -321,6 +325,7 @@ def test_bytes_after_the_object_are_refused() -> None:
         assert refused(np.concatenate([golden("single"), np.zeros(nbytes, np.uint8)]))
 
 
+@unhurried
 @given(st.binary(max_size=9000))
 def test_arbitrary_bytes_are_refused(image: bytes) -> None:
     assert refused(np.frombuffer(image, np.uint8))
@@ -364,6 +369,7 @@ def test_forged_lengths_whose_sum_wraps_are_refused() -> None:
     assert refused(resealed(image))
 
 
+@unhurried
 @given(st.data())
 def test_any_forged_table_is_refused_or_says_what_it_holds(data: st.DataObject) -> None:
     """Under a right CRC a reader still believes nothing that does not follow from the lengths."""
@@ -423,7 +429,7 @@ def test_corrupt_payloads_and_padding_are_named() -> None:
             read(image)
 
 
-@settings(max_examples=20)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(-3, 3))
 def test_an_object_at_any_address_reads_the_same(shift: int) -> None:
     image = golden("many")

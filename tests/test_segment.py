@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orbitkv.errors import DestinationError, GeometryError
@@ -31,6 +31,7 @@ from orbitkv.segment import (
     make_namespace,
 )
 
+unhurried = settings(deadline=None)  # a busy machine is no fault
 KEYS = json.loads((Path(__file__).parent / "golden" / "keys.json").read_text(encoding="utf-8"))
 PAGES, TOKENS, HEADS, DIM = 5, 4, 2, 8
 AXES = [
@@ -140,11 +141,13 @@ def test_strides_and_the_place_of_the_page_axis_change_no_byte_and_no_name() -> 
     assert geometry().fingerprint() == packed.fingerprint() == moved.fingerprint()
 
 
+@unhurried
 @given(st.lists(st.binary(max_size=6), max_size=5), st.lists(st.binary(max_size=6), max_size=5))
 def test_equal_digests_mean_equal_fields(first: list[bytes], second: list[bytes]) -> None:
     assert (digest_fields(first) == digest_fields(second)) == (first == second)
 
 
+@unhurried
 @given(st.lists(st.binary(min_size=1, max_size=8), min_size=2, max_size=5), st.data())
 def test_bytes_moved_over_a_boundary_between_fields_change_the_digest(
     fields: list[bytes], data: st.DataObject
@@ -159,6 +162,7 @@ def test_bytes_moved_over_a_boundary_between_fields_change_the_digest(
     assert digest_fields([*fields[:at], joined, *fields[at + 2 :]]) != digest_fields(fields)
 
 
+@unhurried
 @given(st.text(max_size=8), st.text(max_size=8), st.binary(max_size=8), st.data())
 def test_text_moved_between_name_revision_and_salt_is_another_namespace(
     name: str, revision: str, salt: bytes, data: st.DataObject
@@ -170,6 +174,7 @@ def test_text_moved_between_name_revision_and_salt_is_another_namespace(
     assert (len(spaces) == 1) == (model == moved)
 
 
+@unhurried
 @given(st.text(max_size=8), st.text(max_size=8), st.data())
 def test_text_moved_between_the_names_of_slots_is_another_geometry(
     first: str, second: str, data: st.DataObject
@@ -199,6 +204,7 @@ def test_a_state_key_covers_namespace_page_and_group() -> None:
 tokens = st.lists(st.integers(0, 2**40), max_size=24)
 
 
+@unhurried
 @given(tokens, st.integers(1, 7))
 def test_every_full_page_has_one_hash_and_the_tail_none(page: list[int], page_tokens: int) -> None:
     hashes = hash_pages("space", page, page_tokens)
@@ -207,6 +213,7 @@ def test_every_full_page_has_one_hash_and_the_tail_none(page: list[int], page_to
     assert all(len(page_hash) == 32 for page_hash in hashes)
 
 
+@unhurried
 @given(tokens, tokens, st.integers(1, 5))
 def test_equal_hashes_mean_equal_prefixes(
     first: list[int], second: list[int], page_tokens: int
@@ -219,6 +226,7 @@ def test_equal_hashes_mean_equal_prefixes(
     assert len(set(left) & set(right)) == sum(map(bytes.__eq__, left, right))
 
 
+@unhurried
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=24), st.integers(1, 5), st.data())
 def test_one_other_token_changes_its_page_and_all_after_it(
     prompt: list[int], page_tokens: int, data: st.DataObject
@@ -452,6 +460,7 @@ def test_elements_that_share_memory_are_refused(tensor: torch.Tensor) -> None:
     assert "overlap; accepted: each element on its own" in fault
 
 
+@unhurried
 @given(
     st.permutations(range(4)),
     st.lists(st.integers(0, 3), min_size=4, max_size=4),

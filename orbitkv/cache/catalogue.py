@@ -250,6 +250,12 @@ class Catalogue:
         self.counters[f"corrupt_{copy.tier}"] += 1
         self.hide(copy)
 
+    def hide_everywhere(self, digest: bytes) -> None:
+        """Hide an object in every tier, so that a new save replaces it."""
+        for shelf in self._shelves.values():
+            if copy := shelf.findable.get(digest):
+                self.hide(copy)
+
     def evict_unpinned(self, tier: Tier) -> int:
         """Hide every copy of a tier that nobody reads; return the bytes freed."""
         unpinned = [copy for copy in self.copies(tier) if copy.pins == 0]

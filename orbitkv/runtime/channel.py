@@ -108,6 +108,7 @@ class Channel(Generic[T]):
             if self._senders.pop(accepted, None):  # else the consumer has it already
                 item.abandon(Cancelled(f"cancelled while {self.name} was full"))
                 self._admit_senders()
+                self._wake()  # a closed channel may be exhausted now
             raise
         return True
 

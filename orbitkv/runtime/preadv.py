@@ -225,10 +225,13 @@ class FifoLane:
     def _release(self) -> None:
         """Free what ``_open`` acquired, at rest. Must bear a second call."""
 
-    async def _run(self, verb: Verb, operations: Sequence[Operation]) -> list[Outcome | None]:
+    def _check_open(self) -> None:
         if not self._started or self._closing:
             state = "closed" if self._closing else "not started"
             raise RuntimeError(f"lane {self.name!r} is {state}")
+
+    async def _run(self, verb: Verb, operations: Sequence[Operation]) -> list[Outcome | None]:
+        self._check_open()
         if not operations:
             return []
         batch = Batch(verb, operations, self._loop.create_future())

@@ -79,6 +79,8 @@ class BoundNode:
         outputs: Outputs = {"in": batch}
         try:
             for stage in self.stages:
+                if not outputs:
+                    return {}  # the stage before ended the batch itself
                 (batch,) = outputs.values()
                 if batch.part is not None and batch.part.ticket.cancelled:
                     batch.abandon(Cancelled("the request was cancelled"))

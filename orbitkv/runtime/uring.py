@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import errno
 import itertools
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable
@@ -59,6 +60,8 @@ INLINE_NBYTES = 256 << 10
 TURN_OPERATIONS = 8
 RETRY_S = 0.001
 
+MADV_POPULATE_WRITE = 23
+POPULATE_NBYTES = 4 << 20
 IOVEC_SHIFT = 30  # the kernel registers at most 1 GiB an iovec
 
 
@@ -143,6 +146,7 @@ class Liburing:
             self.queue_exit = lengthy.io_uring_queue_exit
             self.register_eventfd = lengthy.io_uring_register_eventfd
             self.register_buffers = lengthy.io_uring_register_buffers
+            self.madvise = ctypes.CDLL(None).madvise
             self.submit = brief.io_uring_submit
             self.peek_batch_cqe = brief.io_uring_peek_batch_cqe
         except AttributeError as error:
@@ -152,6 +156,7 @@ class Liburing:
         self.queue_exit.restype = None
         self.register_eventfd.argtypes = (ring, ctypes.c_int)
         self.register_buffers.argtypes = (ring, ctypes.POINTER(IoVec), uint)
+        self.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self.submit.argtypes = (ring,)
         self.peek_batch_cqe.argtypes = (ring, ctypes.c_void_p, uint)
         self.peek_batch_cqe.restype = uint
@@ -205,28 +210,31 @@ class RingLane(FifoLane):
             RuntimeError: a region is registered, or transfers are in flight.
         """
         check_buffer(region)
+        self._check_open()
         if self._region is not None or self._queued or self.in_flight:
             raise RuntimeError(f"lane {self.name!r}: register once, before the first transfer")
         self._is_pinning = True
-        self._region = region  # kept until the ring is gone
         try:
             number = await self.run(self._pin, region)
         finally:
             self._is_pinning = False
             self._flush_soon()
         if number:
-            self._region = None
             self.buffers_refused = (
                 f"cannot register {region.nbytes} bytes: {os.strerror(number)}"
                 + (", see RLIMIT_MEMLOCK (ulimit -l)" if number == errno.ENOMEM else "")
             )
-            return False
-        self._region_start = region.ctypes.data
-        self._region_end = self._region_start + region.nbytes
-        return True
+        return number == 0
 
     def _pin(self, region: npt.NDArray[np.uint8]) -> int:
         """Register ``region`` as iovecs of at most 1 GiB; gives 0 or an errno."""
+        # Pinning holds the process's mmap lock, and for seconds if it must fault pages in: then any
+        # thread that allocates waits, the loop's too. So they are faulted in before, in steps.
+        first = region.ctypes.data & -mmap.PAGESIZE
+        for start in range(first, region.ctypes.data + region.nbytes, POPULATE_NBYTES):
+            end = min(start + POPULATE_NBYTES, region.ctypes.data + region.nbytes)
+            if self._liburing.madvise(start, end - start, MADV_POPULATE_WRITE) != 0:
+                break  # before Linux 5.14, or memory that pinning will refuse with a reason
         starts = range(0, region.nbytes, 1 << IOVEC_SHIFT)
         iovecs = (IoVec * len(starts))(
             *(
@@ -234,7 +242,12 @@ class RingLane(FifoLane):
                 for start in starts
             )
         )
-        return -int(self._liburing.register_buffers(self._ring, iovecs, len(iovecs)))
+        number = -int(self._liburing.register_buffers(self._ring, iovecs, len(iovecs)))
+        if number == 0:  # transfers are held, so the loop does not look at these meanwhile
+            self._region = region  # kept until the ring is gone
+            self._region_start = region.ctypes.data
+            self._region_end = self._region_start + region.nbytes
+        return number
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._liburing = Liburing()

@@ -82,7 +82,7 @@ class Decode:
             if fault := _unplaceable(batch, destination, decoded):
                 ctx.log.warning("object_undecodable", generation=copy.generation, fault=fault)
                 ctx.catalogue.counters["undecodable"] += 1
-                ctx.catalogue.hide(copy)
+                ctx.catalogue.hide_everywhere(copy.digest)
                 batch.miss(copy, destination)
             else:
                 items.append((copy, destination))

@@ -64,7 +64,6 @@ def test_charts_that_label_one_box_in_two_ways_do_not_join() -> None:
     )
 
 
-@pytest.mark.xfail(reason="only boxes at the end of an arrow are drawn")
 def test_a_box_without_arrows_is_drawn() -> None:
     chart = Chart({"A": "one", "B": "two", "C": "alone"}, (("A", "B"),))
     assert "C[alone]" in chart.to_mermaid()

@@ -7,11 +7,13 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbitkv.errors import GraphError
 from orbitkv.graph import Bound, Chart, Edge, Graph, Node, Port, StageUse, graph_faults
+
+unhurried = settings(deadline=None)  # a busy machine is no fault
 
 
 class Batch:
@@ -147,7 +149,7 @@ def test_stages_of_one_node_follow_each_other() -> None:
         (
             (A, node("B", SPLIT), C, node("X", SINK)),
             (AB, edge("B", "C", src_port="left"), edge("B", "X", src_port="left")),
-            "edge B.left > X.in: output leads to C as well; a batch has one owner",
+            "edge B.left > X.in: output leads to C.in as well; a batch has one owner",
         ),
         ((A, B, C), (AB, AB, BC), "edge A.out > B.in: declared twice"),
         ((A, B, C), (AB, edge("B", "C", max_items=0)), "edge B.out > C.in: items 0; accepted: 1"),
@@ -247,7 +249,7 @@ def test_a_definition_with_a_dozen_faults_reports_all_of_them_at_once() -> None:
         "edge A.out > B.in: declared twice",
         "edge A.out > B.in: bytes 0",
         "edge A.out > B.in: on_full 'burst'",
-        "edge A.out > E.in: output leads to B as well",
+        "edge A.out > E.in: output leads to B.in as well",
         "edge A.out > E.in: A gives Special, E takes Other",
         "edge G.out > Z.in: no node 'Z'",
         "edge G.out > Z.in: output leads to H as well",
@@ -315,6 +317,7 @@ def reachable(arrows: Iterable[tuple[int, int]], start: int) -> set[int]:
     return found
 
 
+@unhurried
 @given(dags())
 def test_any_acyclic_graph_is_accepted(dag: tuple[int, list[tuple[int, int]]]) -> None:
     count, arrows = dag
@@ -323,6 +326,7 @@ def test_any_acyclic_graph_is_accepted(dag: tuple[int, list[tuple[int, int]]]) -
     assert graph.chart.arrows == tuple((f"n{src}", f"n{dst}") for src, dst in arrows)
 
 
+@unhurried
 @given(dags(), st.data())
 def test_one_arrow_back_is_always_reported_as_a_cycle(
     dag: tuple[int, list[tuple[int, int]]], data: st.DataObject
@@ -357,6 +361,7 @@ def chart_of(arrows: Iterable[tuple[int, int]]) -> Chart:
 arrow_lists = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), unique=True)
 
 
+@unhurried
 @given(arrow_lists, arrow_lists)
 def test_charts_join_in_order_each_arrow_once(
     first: list[tuple[int, int]], second: list[tuple[int, int]]
@@ -371,7 +376,6 @@ def test_charts_join_in_order_each_arrow_once(
         assert drawn.count(f"[{label}]") == 1
 
 
-@pytest.mark.xfail(reason="only another node is noticed, and the first edge is never closed")
 def test_an_output_that_leads_to_two_inputs_of_one_node_is_a_fault() -> None:
     both = node("B", stage({"a": Port(Batch), "b": Port(Batch)}, {}))
     twice = [edge("A", "B", dst_port="a"), edge("A", "B", dst_port="b")]

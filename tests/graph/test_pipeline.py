@@ -23,6 +23,7 @@ from orbitkv.graph import Bound, Graph
 from orbitkv.pipeline import PACKAGED, load_pipeline
 from orbitkv.stages import STAGES
 
+unhurried = settings(deadline=None)  # a busy machine is no fault
 Load = Callable[[str | Mapping[str, Any]], Graph]
 FaultsOf = Callable[[str | Mapping[str, Any]], tuple[str, ...]]
 SAVE: dict[str, Any] = {
@@ -192,12 +193,10 @@ def test_what_is_not_utf8_is_not_toml(tmp_path: Path) -> None:
         pytest.param("edges = " + "[" * 5000 + "]" * 5000, id="5,000 nested arrays"),
     ],
 )
-@pytest.mark.xfail(reason="tomllib's ValueError and RecursionError come through", strict=False)
 def test_what_tomllib_cannot_hold_is_not_toml(document: str, faults_of: FaultsOf) -> None:
     assert faults_of(document)[0].startswith("not TOML: ")
 
 
-@pytest.mark.xfail(reason="ValueError: embedded null byte")
 def test_a_name_that_no_file_can_have_is_a_missing_file() -> None:
     with pytest.raises(GraphError, match="accepted: a file"):
         load_pipeline("save\0")
@@ -344,13 +343,11 @@ def test_a_size_that_no_number_holds_is_a_fault(size: str, faults_of: FaultsOf) 
 
 
 @pytest.mark.parametrize("label", ["a]b", "[", "(", "SSD (fast)", "a {b}"])
-@pytest.mark.xfail(reason="labels are never quoted")
 def test_a_label_that_would_break_the_drawing_is_drawn_in_quotes(label: str, load: Load) -> None:
     assert f'D["{label}"]' in load(changed("nodes/D/label", label)).chart.to_mermaid()
 
 
 @pytest.mark.parametrize("label", ["a\rb", "a\x0bb", "a\u2028b"])
-@pytest.mark.xfail(reason="only a line feed is refused in a line of text")
 def test_a_line_of_text_is_one_line(label: str, faults_of: FaultsOf) -> None:
     (fault,) = faults_of(changed("nodes/D/label", label))
     assert fault.startswith("node D: label ")
@@ -500,7 +497,7 @@ def test_options_beside_use_go_to_the_stages_constructor(load: Load) -> None:
         ("own_stage:NotAStage", "accepted: a class with inputs, outputs, lanes and run"),
         ("own_stage:function", "accepted: a class with inputs, outputs, lanes and run"),
         ("own_stage:number", "is 7; accepted: a class with inputs, outputs, lanes and run"),
-        ("own_stage:BareTypes", "accepted as ports: orbitkv.graph.Port"),
+        ("own_stage:BareTypes", "accepted: a mapping of names to orbitkv.graph.Port"),
         ("own_stage:TakesOther", "C gives SealedBatch, D takes int"),
         ("own_stage:Elsewhere", "cannot run on a stream lane; it runs on ring"),
         ("own_stage:NeedsOption", "missing 1 required keyword-only"),
@@ -529,7 +526,6 @@ def test_a_stage_that_cannot_be_used_is_a_fault(
         pytest.param("own_exits:Sink", id="a module that exits"),
     ],
 )
-@pytest.mark.xfail(reason="AttributeError, TypeError, acceptance, SystemExit", raises=BaseException)
 def test_a_stage_of_a_strange_make_is_a_fault(use: str, faults_of: FaultsOf) -> None:
     found = faults_of(with_stage(use))
     assert len(found) == 1, found
@@ -564,6 +560,7 @@ def read_or_refuse(path: Path, text: str) -> None:
         assert load_pipeline(path).graph.nodes
 
 
+@unhurried
 @given(st.dictionaries(words, values, max_size=4))
 def test_any_table_is_a_graph_or_every_fault(scratch: Path, table: dict[str, Any]) -> None:
     text = to_toml(table)
@@ -579,7 +576,7 @@ def spots(table: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:  
             yield from spots(value, (*way, key))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_change_of_a_good_definition_is_a_graph_or_every_fault(
     scratch: Path, data: st.DataObject
@@ -602,6 +599,7 @@ def test_any_change_of_a_good_definition_is_a_graph_or_every_fault(
     read_or_refuse(scratch, to_toml(table))
 
 
+@unhurried
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode()))
 def test_any_file_is_a_graph_or_every_fault(scratch: Path, document: bytes) -> None:
     scratch.write_bytes(document)

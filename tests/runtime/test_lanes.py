@@ -136,14 +136,6 @@ def test_reached_waits_for_the_event_in_its_turn() -> None:
     asyncio.run(scenario())
 
 
-def test_event_that_no_thread_can_wait_for_is_refused() -> None:
-    async def scenario() -> None:
-        lane = await started()
-        with pytest.raises(TypeError, match=r"accepted: an object with wait\(\)"):
-            await lane.reached(object())
-        await lane.close()
-
-    asyncio.run(scenario())
 
 
 def test_close_waits_for_what_was_submitted_and_may_be_called_again() -> None:
