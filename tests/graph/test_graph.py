@@ -252,7 +252,7 @@ def test_a_definition_with_a_dozen_faults_reports_all_of_them_at_once() -> None:
         "edge A.out > E.in: output leads to B.in as well",
         "edge A.out > E.in: A gives Special, E takes Other",
         "edge G.out > Z.in: no node 'Z'",
-        "edge G.out > Z.in: output leads to H as well",
+        "edge G.out > Z.in: output leads to H.in as well",
         "edge H.side > F.in: H has no output 'side'",
         "node I: input 'in' has no edge",
         "node I: output 'out' has no edge",
