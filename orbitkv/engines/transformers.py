@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -256,14 +255,14 @@ class OrbitKVCache:
     def _allocate(self, pages: int) -> list[torch.Tensor]:
         """Make the tensors of a cache of so many pages, K and V of each layer in turn.
 
-        They share one allocation of numpy's, which asks for huge pages where torch does not:
-        most of what a restore cost was the faults of 4 KiB pages that had never been touched.
+        One a slot, from torch's own allocator: memory that earlier caches gave back is used
+        again, where one mapping for all would be faulted in anew at every restore.
         """
-        slot = self.geometry.slots[0]
-        shape = (1, slot.heads, pages * self.geometry.page_tokens, slot.head_dim)
-        memory = np.empty(pages * self.geometry.page_nbytes, np.uint8)
-        elements = torch.from_numpy(memory).view(getattr(torch, slot.dtype))
-        return list(elements.view(len(self.geometry.slots), *shape))
+        tokens = pages * self.geometry.page_tokens
+        return [
+            torch.empty((1, slot.heads, tokens, slot.head_dim), dtype=getattr(torch, slot.dtype))
+            for slot in self.geometry.slots
+        ]
 
     def _register(self, tensors: Sequence[torch.Tensor]) -> Instance:
         """Register tensors of shape [1, heads, pages * page_tokens, head_dim] as pages."""

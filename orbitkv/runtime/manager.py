@@ -28,8 +28,9 @@ from orbitkv.graph import Node
 from orbitkv.pipeline import load_pipeline
 from orbitkv.runtime.channel import ChannelStatistics
 from orbitkv.runtime.lanes import BlockingEvent, HostLane
+from orbitkv.runtime.preadv import PreadLane
 from orbitkv.runtime.runtime import LaneFactory, NodeStatistics, OwnedLane, Runtime
-from orbitkv.runtime.uring import open_io_lane
+from orbitkv.runtime.uring import RingLane, open_io_lane
 from orbitkv.segment import (
     Geometry,
     ModelIdentity,
@@ -172,6 +173,7 @@ class Manager:
         self._instances: set[Instance] = set()
         self._leases: set[PrefixLease] = set()
         self._feeding: set[asyncio.Task[None]] = set()
+        self._io_lanes: list[RingLane | PreadLane] = []
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._closing = False
         self._log = _logger()
@@ -315,11 +317,20 @@ class Manager:
 
     def open_lane(self, node: Node) -> OwnedLane:
         """Make the lane that a node names."""
-        if node.lane_kind == "ring":
-            return open_io_lane(
-                node.lane, depth=node.depth, backend=self.config.ssd_backend, log=self._log.info
-            )
-        return HostLane(node.lane)
+        if node.lane_kind != "ring":
+            return HostLane(node.lane)
+        lane = open_io_lane(
+            node.lane, depth=node.depth, backend=self.config.ssd_backend, log=self._log.info
+        )
+        self._io_lanes.append(lane)
+        return lane
+
+    async def _register_pool(self) -> None:
+        """Pin a locked pool for io_uring once; else every transfer pins its own pages."""
+        if self._catalogue.pool.unlocked_reason is None and self.config.lock_memory:
+            for lane in self._io_lanes:
+                if not await lane.register_buffers(self._catalogue.pool.memory):
+                    self._log.info("pool_not_registered", reason=lane.buffers_refused)
 
     def _run(self) -> None:
         try:
@@ -358,6 +369,7 @@ class Manager:
             )
             self._check_entries()
             async with self._save, self._fetch:
+                await self._register_pool()
                 self._tell_what_is_off(extents)
                 self._started.set_result(None)
                 await self._stop.wait()

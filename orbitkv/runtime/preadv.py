@@ -19,30 +19,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from orbitkv.runtime.lanes import drained
+from orbitkv.stages.base import Transfer
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_TRANSFER_NBYTES = 1 << 30  # read(2) stops at 2 GiB - 4 KiB, a registered iovec at 1 GiB
 MAX_OFFSET = 1 << 63
-
-
-class Transfer(NamedTuple):
-    """One move between a file and host memory, short if the file ends first.
-
-    ``buffer`` is uint8[n], contiguous, 1 to 2**30 bytes, and writable if it is read into. With
-    O_DIRECT its address, n and ``offset`` are multiples of the device's block (512 B).
-    """
-
-    fd: int
-    buffer: npt.NDArray[np.uint8]
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,11 @@ from orbitkv.runtime.preadv import (
     FifoLane,
     Outcome,
     PreadLane,
-    Transfer,
     Verb,
     check_buffer,
     refusal,
 )
+from orbitkv.stages.base import Transfer
 
 SONAME = "liburing.so.2"
 
