@@ -4,7 +4,8 @@ from orbitkv.config import Config
 from orbitkv.errors import OrbitError
 from orbitkv.graph import Chart, Edge, Graph, Node
 from orbitkv.pipeline import load_pipeline
-from orbitkv.runtime.manager import Instance, Manager, PrefixLease
+from orbitkv.runtime.core import Instance, PrefixLease
+from orbitkv.runtime.manager import Manager
 from orbitkv.segment import HND, NHD, Axis, Geometry, ModelIdentity, Role, Slot, hash_pages
 from orbitkv.stages.ticket import Failed, Miss, Restored, Saved, Ticket
 

@@ -1,4 +1,4 @@
-"""Builders for tests: toy engines, lanes that fail on demand, definitions with one thing changed."""
+"""Builders for tests: toy engines, lanes that fail on demand, definitions with a change."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from orbitkv import Manager
+from orbitkv import Config, Manager
 from orbitkv.cache.catalogue import Copy, Tier
+from orbitkv.errors import Closed
 from orbitkv.graph import Node, Port
 from orbitkv.objects import HEADER_NBYTES, ROW_NBYTES, Bytes, payload_offsets
 from orbitkv.pipeline import PACKAGED
-from orbitkv.runtime.manager import Instance
+from orbitkv.runtime.core import Instance
 from orbitkv.runtime.runtime import OwnedLane
 from orbitkv.segment import Geometry, ModelIdentity, Role, Slot, StateKey
-from orbitkv.stages.base import IoLane, Outputs, StageContext, Transfer
+from orbitkv.stages.base import Batch, IoLane, Outputs, StageContext, Transfer
 from orbitkv.stages.batch import EncodedBatch, ValidatedBatch
 from orbitkv.stages.ticket import Miss, Outcome, Restored, Saved
 
@@ -31,12 +32,12 @@ BLOCK = 4096
 TOY_OBJECT_NBYTES = BLOCK
 
 
-def slot(name: str, layer: int, role: Role, **changes: Any) -> Slot:
+def slot(name: str, layer: int, role: Role, **changes: object) -> Slot:
     shape = {"dtype": "float16", "heads": 2, "head_dim": 8} | changes
-    return Slot(name=name, layer=layer, role=role, **shape)
+    return Slot(name=name, layer=layer, role=role, **shape)  # type: ignore[arg-type]
 
 
-def toy_geometry(*, layers: int = 2, page_tokens: int = 4, **changes: Any) -> Geometry:
+def toy_geometry(*, layers: int = 2, page_tokens: int = 4, **changes: object) -> Geometry:
     """K and V of each layer in segments of 128 bytes: an object of one 4 KiB block."""
     slots = [
         slot(f"{role}{layer}", layer, role, **changes)
@@ -146,7 +147,7 @@ class Engine:
 
     def copy(self, page: bytes, tier: Tier, group: str = "attention") -> Copy:
         key = StateKey(self.instance.namespace, page, group)
-        copy = self.manager._catalogue.find(key.digest, tier)
+        copy = self.manager.core.catalogue.find(key.digest, tier)
         assert copy is not None, f"{page.hex()[:8]} is not in {tier}"
         return copy
 
@@ -177,6 +178,17 @@ def comes_to_wait(manager: Manager, count: int) -> bool:
     return True
 
 
+def comes_to_refuse(engine: Engine) -> bool:
+    """Whether the engine's instance comes to be closed, by itself or with its manager."""
+    deadline = time.monotonic() + REST_S
+    while time.monotonic() < deadline:
+        try:
+            engine.manager.query(engine.instance, []).release()
+        except Closed:
+            return True
+    return False
+
+
 def in_thread(call: Callable[[], Any]) -> threading.Thread:
     """Start a call that may block. A hang of it fails a test, and does not keep pytest alive."""
     thread = threading.Thread(target=call, daemon=True)
@@ -196,7 +208,10 @@ def counters(manager: Manager) -> Mapping[str, int]:
 class Gate:
     """Holds whoever passes until it is opened; tells when somebody has arrived."""
 
+    built: ClassVar[list[Gate]] = []  # a test that fails half-way leaves none of them shut
+
     def __init__(self) -> None:
+        self.built.append(self)
         self.arrived = threading.Event()
         self._open = threading.Event()
 
@@ -232,13 +247,10 @@ class Lanes:
     opened: list[FaultyLane] = field(default_factory=list)
     _made_by: Callable[[Node], OwnedLane] | None = None
 
-    def of(self, manager_method: Callable[[Node], OwnedLane]) -> Callable[[Node], OwnedLane]:
-        def open_lane(node: Node) -> OwnedLane:
-            lane = FaultyLane(manager_method(node), self)
-            self.opened.append(lane)
-            return lane
-
-        return open_lane
+    def wrap(self, inner: OwnedLane) -> OwnedLane:
+        lane = FaultyLane(inner, self)
+        self.opened.append(lane)
+        return lane
 
 
 class FaultyLane:
@@ -264,10 +276,10 @@ class FaultyLane:
         self.lanes.seen.setdefault(self.name, []).append(what)
         return self.lanes.before.get(self.name, lambda: None)
 
-    async def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def run(self, fn: Callable[..., object], *args: object, **kwargs: object) -> object:
         before = self._note(getattr(fn, "__name__", "call"))
 
-        def call() -> Any:
+        def call() -> object:
             before()
             return fn(*args, **kwargs)
 
@@ -297,9 +309,9 @@ class FaultyLane:
 class FaultyManager(Manager):
     """A manager whose lanes are those of ``Lanes``, each around the one it would have opened."""
 
-    def __init__(self, config: Any, lanes: Lanes) -> None:
+    def __init__(self, config: Config, lanes: Lanes) -> None:
         self.lanes = lanes
-        super().__init__(config, open_lane=lanes.of(self.open_lane))
+        super().__init__(config, wrap_lane=lanes.wrap)
 
 
 def regions(geometry: Geometry, object_nbytes: int) -> dict[str, range]:
@@ -357,7 +369,7 @@ class _Planned:
     def __init__(self, plan: str) -> None:
         self._plan = plan
 
-    async def run(self, batch: Any, ctx: StageContext) -> Outputs:
+    async def run(self, batch: Batch, ctx: StageContext) -> Outputs:
         if plan := PLANS.get(self._plan):
             await plan(batch, ctx)
         return {"out": batch}

@@ -10,7 +10,7 @@ import pytest
 from orbitkv import Config, Manager
 from orbitkv.config import MIB
 from tests import builders
-from tests.builders import FaultyManager, Lanes, ended, in_thread, rest
+from tests.builders import FaultyManager, Gate, Lanes, ended, in_thread, rest
 
 ManagerFactory = Callable[..., Manager]
 
@@ -34,7 +34,9 @@ def open_manager() -> Iterator[ManagerFactory]:
         return manager
 
     yield open_one
-    leaks = [rest(manager) for manager in opened if not manager._closing]
+    while Gate.built:
+        Gate.built.pop().open()
+    leaks = [rest(manager) for manager in opened if not manager.core.closing]
     closed = [ended(in_thread(manager.close)) for manager in opened]
     assert not any(leaks), leaks
     assert all(closed), "a manager did not close"

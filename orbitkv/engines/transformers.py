@@ -24,7 +24,8 @@ from transformers.cache_utils import DynamicLayer
 
 from orbitkv.cache.catalogue import Tier
 from orbitkv.errors import Closed, ConfigError, GeometryError
-from orbitkv.runtime.manager import Instance, Manager
+from orbitkv.runtime.core import Instance
+from orbitkv.runtime.manager import Manager
 from orbitkv.segment import (
     DTYPE_NBYTES,
     Axis,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +25,7 @@ def test_impossible_request_is_refused_at_once_even_behind_others() -> None:
         held = await budget.acquire(CAPACITY_NBYTES)
         waiting = asyncio.create_task(budget.acquire(1))
         await settle()
-        with pytest.raises(ImpossibleRequest, match="budget of node C: 11 bytes .* is 10"):
+        with pytest.raises(ImpossibleRequest, match=r"budget of node C: 11 bytes .* is 10"):
             await budget.acquire(CAPACITY_NBYTES + 1)
         held.release()
         (await waiting).release()
@@ -102,6 +100,61 @@ def test_cancelled_head_of_the_queue_lets_the_next_one_go() -> None:
     asyncio.run(scenario())
 
 
+class Interleaving:
+    """One budget, what was done to it, and what must hold whatever that was."""
+
+    def __init__(self) -> None:
+        self.budget = Budget("b", CAPACITY_NBYTES)
+        self.asked: list[tuple[int, asyncio.Task[Lease]]] = []
+        self.granted: set[int] = set()
+        self.released: set[int] = set()
+        self.checks: list[asyncio.Task[None]] = []
+
+    async def acquire(self, index: int, nbytes: int) -> Lease:
+        lease = await self.budget.acquire(nbytes)
+        self.granted.add(index)
+        self.checks.append(asyncio.create_task(self.check_order(index)))
+        return lease
+
+    async def check_order(self, index: int) -> None:
+        """Who asked before is granted too, though its task may resume a tick later."""
+        await asyncio.sleep(0)
+        for earlier, (_, task) in enumerate(self.asked[:index]):
+            assert earlier in self.granted or task.cancelling(), "overtaken"
+
+    def holders(self) -> list[int]:
+        return [
+            index
+            for index, (_, task) in enumerate(self.asked)
+            if task.done() and not task.cancelled() and index not in self.released
+        ]
+
+    def release(self, index: int) -> None:
+        self.asked[index][1].result().release()
+        self.released.add(index)
+
+    async def apply(self, name: str, number: int) -> None:
+        if name == "acquire":
+            task = asyncio.create_task(self.acquire(len(self.asked), number))
+            self.asked.append((number, task))
+        elif name == "release" and (held := self.holders()):
+            self.release(held[number % len(held)])
+        elif name == "cancel" and self.asked:
+            self.asked[number % len(self.asked)][1].cancel()
+        elif name == "tick":
+            for _ in range(number):
+                await asyncio.sleep(0)
+        assert 0 <= self.budget.used_nbytes <= CAPACITY_NBYTES
+
+    def check_rest(self) -> None:
+        held_nbytes = sum(self.asked[index][0] for index in self.holders())
+        assert self.budget.used_nbytes == held_nbytes
+        assert held_nbytes <= self.budget.peak_nbytes <= CAPACITY_NBYTES
+        waiting = [nbytes for nbytes, task in self.asked if not task.done()]
+        if waiting:
+            assert held_nbytes + waiting[0] > CAPACITY_NBYTES, "room, and yet the first waits"
+
+
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("acquire"), st.integers(0, CAPACITY_NBYTES)),
@@ -117,59 +170,18 @@ operations = st.lists(
 @given(operations)
 def test_any_interleaving_keeps_the_bound_and_the_order(plan: list[tuple[str, int]]) -> None:
     async def scenario() -> None:
-        budget = Budget("b", CAPACITY_NBYTES)
-        asked: list[tuple[int, asyncio.Task[Lease]]] = []
-        granted: set[int] = set()
-        released: set[int] = set()
-        checks: list[asyncio.Task[None]] = []
-
-        async def check_order(index: int) -> None:
-            """Who asked before is granted too, though its task may resume a tick later."""
-            await asyncio.sleep(0)
-            for earlier, (_, task) in enumerate(asked[:index]):
-                assert earlier in granted or task.cancelling(), "overtaken"
-
-        async def acquire(index: int, nbytes: int) -> Lease:
-            lease = await budget.acquire(nbytes)
-            granted.add(index)
-            checks.append(asyncio.create_task(check_order(index)))
-            return lease
-
-        def holders() -> list[int]:
-            return [
-                index
-                for index, (_, task) in enumerate(asked)
-                if task.done() and not task.cancelled() and index not in released
-            ]
-
+        run = Interleaving()
         for name, number in plan:
-            if name == "acquire":
-                work: Coroutine[Any, Any, Lease] = acquire(len(asked), number)
-                asked.append((number, asyncio.create_task(work)))
-            elif name == "release" and (held := holders()):
-                index = held[number % len(held)]
-                asked[index][1].result().release()
-                released.add(index)
-            elif name == "cancel" and asked:
-                asked[number % len(asked)][1].cancel()
-            else:
-                for _ in range(number):
-                    await asyncio.sleep(0)
-            assert 0 <= budget.used_nbytes <= CAPACITY_NBYTES
+            await run.apply(name, number)
         await settle()
-        await asyncio.gather(*checks)
-        held_nbytes = sum(asked[index][0] for index in holders())
-        assert budget.used_nbytes == held_nbytes
-        assert held_nbytes <= budget.peak_nbytes <= CAPACITY_NBYTES
-        waiting = [nbytes for nbytes, task in asked if not task.done()]
-        if waiting:
-            assert held_nbytes + waiting[0] > CAPACITY_NBYTES, "room, and yet the first waits"
-        for _, task in asked:
+        await asyncio.gather(*run.checks)
+        run.check_rest()
+        for _, task in run.asked:
             task.cancel()
         await settle()
-        for index in holders():
-            asked[index][1].result().release()
-        assert budget.used_nbytes == 0
-        assert not budget._waiting
+        for index in run.holders():
+            run.release(index)
+        assert run.budget.used_nbytes == 0
+        assert not run.budget._waiting
 
     asyncio.run(scenario())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ async def settle() -> None:
 
 
 @pytest.fixture
-def extents(ssd_path: Path) -> Any:
+def extents(ssd_path: Path) -> Iterator[ExtentStore]:
     store = ExtentStore(ssd_path, BLOCKS * BLOCK, persist=False)
     yield store
     store.close([])

@@ -20,7 +20,9 @@ CAPACITY_NBYTES = 16 * BLOCK
 ROW = IndexRow("ab" * 32, 3, BLOCK, 2 * BLOCK)
 
 
-def opened(path: Path, *, persist: bool = False, capacity_nbytes: int = CAPACITY_NBYTES) -> ExtentStore:
+def opened(
+    path: Path, *, persist: bool = False, capacity_nbytes: int = CAPACITY_NBYTES
+) -> ExtentStore:
     return ExtentStore(path, capacity_nbytes, persist=persist)
 
 
@@ -65,7 +67,7 @@ def test_path_under_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="/proc/orbitkv: .*; accepted: a writable path"):
+    with pytest.raises(StoreError, match=r"/proc/orbitkv: .*; accepted: a writable path"):
         opened(Path("/proc/orbitkv"))
 
 

@@ -110,7 +110,7 @@ def corrupt(manager: Manager, kv: OrbitKVCache, tokens: torch.Tensor, page: int)
     """Flip one bit in the middle of a saved page's object."""
     page_hash = kv._home.hash_pages(tokens[0].tolist())[page]
     key = StateKey(kv._home.namespace, page_hash, "attention")
-    copy = manager._catalogue.find(key.digest, Tier.DRAM)
+    copy = manager.core.catalogue.find(key.digest, Tier.DRAM)
     assert copy is not None
     assert copy.memory is not None
     copy.memory[copy.nbytes // 2] ^= 1

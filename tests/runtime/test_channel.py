@@ -33,7 +33,9 @@ class Item:
         return f"{self.name}:{self.nbytes}"
 
 
-def opened(on_full: OnFull = "wait", *, max_items: int = MAX_ITEMS, name: str = "a > b") -> Channel[Item]:
+def opened(
+    on_full: OnFull = "wait", *, max_items: int = MAX_ITEMS, name: str = "a > b"
+) -> Channel[Item]:
     return Channel(name, max_items=max_items, max_nbytes=MAX_NBYTES, on_full=on_full)
 
 
@@ -264,100 +266,113 @@ def test_cancelled_consumer_leaves_the_batches_to_the_next() -> None:
     asyncio.run(scenario())
 
 
+class Interleaving:
+    """One channel, what was done to it, and what must hold whatever that was."""
+
+    def __init__(self, on_full: OnFull) -> None:
+        self.channel = opened(on_full)
+        self.items: list[Item] = []
+        self.senders: list[asyncio.Task[bool]] = []
+        self.received: list[Item] = []
+        self.consumer: asyncio.Task[None] | None = None
+        self.peak = (0, 0)
+
+    async def apply(self, name: str, number: int) -> None:
+        if name == "send":
+            self.items.append(Item(len(self.items), number))
+            self.senders.append(asyncio.create_task(self.channel.send(self.items[-1])))
+        elif name == "receive" and self.consumer is None:
+            if item := self.channel.receive_nowait():
+                item.received += 1
+                self.received.append(item)
+        elif name == "cancel" and self.senders:
+            self.senders[number % len(self.senders)].cancel()
+        elif name == "close":
+            self.channel.close()
+        elif name == "abandon all":
+            self.channel.abandon_all(Closed("end"))
+        elif name == "tick":
+            await settle(number)
+
+    def consume(self) -> None:
+        if self.consumer is None:
+            self.consumer = asyncio.create_task(consume([self.channel], self.received))
+
+    def check_bounds(self) -> None:
+        now = self.channel.statistics()
+        assert now.items <= MAX_ITEMS
+        assert now.nbytes <= MAX_NBYTES
+        self.peak = max(self.peak[0], now.items), max(self.peak[1], now.nbytes)
+        assert now.peak_items >= self.peak[0]
+        assert now.peak_nbytes >= self.peak[1]
+
+    def check_rest(self) -> None:
+        """The first sender waits only for want of room."""
+        now = self.channel.statistics()
+        pairs = zip(self.items, self.senders, strict=True)
+        waiting = [item for item, sender in pairs if not sender.done()]
+        assert now.senders_waiting == len(waiting)
+        if waiting and self.consumer is None:
+            has_room = now.items < MAX_ITEMS and now.nbytes + waiting[0].nbytes <= MAX_NBYTES
+            assert not has_room, "room, and yet the first waits"
+
+    def check_end(self) -> None:
+        assert self.consumer is not None
+        assert self.consumer.done(), "the consumer waits for a channel that has ended"
+        assert all(sender.done() for sender in self.senders), "a sender waits for ever"
+        for item, sender in zip(self.items, self.senders, strict=True):
+            ends = item.received + len(item.abandoned_with)
+            assert ends == 1 or (ends == 0 and sender.cancelled()), item  # it never began
+        names = [item.name for item in self.received]
+        assert names == sorted(names), "not first in, first out"
+
+    def check_counts(self, on_full: OnFull, *, abandoned: bool) -> None:
+        ended = self.channel.statistics()
+        assert (ended.items, ended.nbytes, ended.senders_waiting) == (0, 0, 0)
+        reasons = [error for item in self.items for error in item.abandoned_with]
+        dropped = [error for error in reasons if isinstance(error, Dropped | ImpossibleRequest)]
+        assert ended.dropped_items == (len(dropped) if on_full == "drop" else 0)
+        if not abandoned:
+            assert ended.passed_items == len(self.received)
+            assert ended.passed_nbytes == sum(item.nbytes for item in self.received)
+
+
 operation = st.one_of(
     st.tuples(st.just("send"), st.integers(0, MAX_NBYTES + 2)),
     st.tuples(st.just("receive"), st.just(0)),
     st.tuples(st.just("cancel"), st.integers(0, 30)),
     st.tuples(st.just("tick"), st.integers(1, 3)),
 )
-endings = st.sampled_from(["close", "abandon_all"])
 
 
 @pytest.mark.parametrize("on_full", ["wait", "drop"])
 @settings(max_examples=250, deadline=None)
 @given(
-    plan=st.lists(operation, max_size=40),
-    ending=endings,
-    ends_after=st.integers(0, 40),
-    consumer_at=st.integers(0, 41),
+    before=st.lists(operation, max_size=30),
+    ending=st.sampled_from(["close", "abandon all"]),
+    after=st.lists(operation, max_size=10),
+    consumer_at=st.integers(0, 45),
 )
 def test_any_interleaving_loses_and_doubles_nothing(
     on_full: OnFull,
-    plan: list[tuple[str, int]],
+    before: list[tuple[str, int]],
     ending: str,
-    ends_after: int,
+    after: list[tuple[str, int]],
     consumer_at: int,
 ) -> None:
     async def scenario() -> None:
-        channel = opened(on_full)
-        items: list[Item] = []
-        senders: list[asyncio.Task[bool]] = []
-        received: list[Item] = []
-        consumer: asyncio.Task[None] | None = None
-        peak = (0, 0)
-
-        def check() -> None:
-            nonlocal peak
-            statistics = channel.statistics()
-            assert statistics.items <= MAX_ITEMS
-            assert statistics.nbytes <= MAX_NBYTES
-            peak = (max(peak[0], statistics.items), max(peak[1], statistics.nbytes))
-            assert (statistics.peak_items, statistics.peak_nbytes) >= peak
-
-        for step, (name, number) in enumerate(plan):
+        run = Interleaving(on_full)
+        for step, (name, number) in enumerate([*before, (ending, 0), *after]):
             if step == consumer_at:
-                consumer = asyncio.create_task(consume([channel], received))
-            if step == ends_after:
-                channel.close() if ending == "close" else channel.abandon_all(Closed("end"))
-            if name == "send":
-                items.append(Item(len(items), number))
-                senders.append(asyncio.create_task(channel.send(items[-1])))
-            elif name == "receive" and consumer is None:
-                item = channel.receive_nowait()
-                if item:
-                    item.received += 1
-                    received.append(item)
-            elif name == "cancel" and senders:
-                senders[number % len(senders)].cancel()
-            elif name == "tick":
-                await settle(number)
-            check()
+                run.consume()
+            await run.apply(name, number)
+            run.check_bounds()
         await settle()
-        check()
-        if consumer is None:
-            statistics = channel.statistics()
-            waiting = [item for item, s in zip(items, senders, strict=True) if not s.done()]
-            assert statistics.senders_waiting == len(waiting)
-            if waiting:
-                fits = (
-                    statistics.items < MAX_ITEMS
-                    and statistics.nbytes + waiting[0].nbytes <= MAX_NBYTES
-                )
-                assert not fits, "room, and yet the first waits"
-            consumer = asyncio.create_task(consume([channel], received))
-        channel.close()
+        run.check_bounds()
+        run.check_rest()
+        run.consume()
         await settle(60)
-        assert consumer.done(), "the consumer waits for a channel that has ended"
-        assert all(sender.done() for sender in senders), "a sender waits for a channel that ended"
-        # Each batch ended once: received or abandoned. One whose sender never began is neither.
-        for item, sender in zip(items, senders, strict=True):
-            begun = not sender.cancelled() or item.received or item.abandoned_with
-            assert item.received + len(item.abandoned_with) == (1 if begun else 0), item
-            if not sender.cancelled():
-                assert sender.result() <= (item.received == 1 or ending == "abandon_all")
-        names = [item.name for item in received]
-        assert names == sorted(names), "not first in, first out"
-        dropped = [
-            item
-            for item in items
-            if on_full == "drop"
-            and any(isinstance(e, Dropped | ImpossibleRequest) for e in item.abandoned_with)
-        ]
-        statistics = channel.statistics()
-        assert statistics.dropped_items == len(dropped)
-        assert (statistics.items, statistics.nbytes, statistics.senders_waiting) == (0, 0, 0)
-        if ending == "close" or ends_after >= len(plan):
-            assert statistics.passed_items == len(received)
-            assert statistics.passed_nbytes == sum(item.nbytes for item in received)
+        run.check_end()
+        run.check_counts(on_full, abandoned=ending == "abandon all")
 
     asyncio.run(scenario())

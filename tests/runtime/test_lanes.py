@@ -62,7 +62,8 @@ def test_work_that_raises_stop_iteration_ends_its_caller_with_an_error() -> None
     async def scenario() -> None:
         lane = await started()
         waiting = asyncio.create_task(lane.run(next, iter(())))
-        await lane.run(lambda: None)
+        await asyncio.sleep(0)
+        await lane.run(lambda: None)  # the lane has ended what was submitted before this
         await settle()
         ended = waiting.done()
         if not ended:
@@ -134,8 +135,6 @@ def test_reached_waits_for_the_event_in_its_turn() -> None:
         await lane.close()
 
     asyncio.run(scenario())
-
-
 
 
 def test_close_waits_for_what_was_submitted_and_may_be_called_again() -> None:

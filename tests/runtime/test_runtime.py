@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import structlog
@@ -67,7 +67,7 @@ class _Step:
         batch.trail.append(ctx.node.id)
         if self._act:
             await self._act(batch, ctx)
-        return {port: batch for port in self.outputs}
+        return dict.fromkeys(self.outputs, batch)
 
 
 class Source(_Step):
@@ -157,7 +157,7 @@ def graph(nodes: list[Node], *edges: Edge) -> Graph:
 
 
 def line(
-    *, act: Act | None = None, depth: int = 1, sink_act: Act | None = None, **edge_bounds: Any
+    *, act: Act | None = None, depth: int = 1, sink_act: Act | None = None, **edge_bounds: int
 ) -> Graph:
     """Source a, through b, sink c."""
     nodes = [node("a", Source, entry=ENTRY), node("b", Through, act=act, depth=depth)]
@@ -184,8 +184,10 @@ def bound(
 
 
 @asynccontextmanager
-async def running(description: Graph, **more: Any) -> AsyncIterator[Runtime]:
-    async with bound(description, **more) as runtime:
+async def running(
+    description: Graph, *, opened: list[OwnedLane] | None = None
+) -> AsyncIterator[Runtime]:
+    async with bound(description, opened=opened) as runtime:
         yield runtime
     assert runtime.leaks() == []
 
@@ -270,7 +272,8 @@ def test_slow_node_makes_those_before_it_wait_within_the_bounds() -> None:
 
         made = [one(str(index)) for index in range(20)]
         async with running(line(act=wait, items=2)) as runtime:
-            feeding = asyncio.create_task(feed(runtime, [load for _, load in made]))
+            loads = [load for _, load in made]
+            feeding = asyncio.create_task(feed(runtime, loads))
             await settle()
             _, channels = runtime.statistics()
             held = {channel.name: channel.items for channel in channels}
@@ -335,7 +338,8 @@ def test_bug_in_a_stage_stops_the_pipeline_and_fails_every_ticket_with_it(depth:
         )
         made = [one(str(index)) for index in range(1, 12)]
         async with running(description) as runtime:
-            feeding = asyncio.create_task(feed(runtime, [load for _, load in made]))
+            loads = [load for _, load in made]
+            feeding = asyncio.create_task(feed(runtime, loads))
             await settle()
             at_work = one("0")
             other = asyncio.create_task(runtime.submit(at_work[1]))

@@ -25,7 +25,8 @@ from orbitkv.objects import (
     write_object,
 )
 from orbitkv.pipeline import load_pipeline
-from orbitkv.runtime.manager import Instance, Manager
+from orbitkv.runtime.core import Instance
+from orbitkv.runtime.manager import Manager
 from orbitkv.segment import HND, Geometry, ModelIdentity, Role, Slot
 from orbitkv.stages.ticket import Failed, Miss, Outcome, Restored, Saved
 
@@ -222,7 +223,7 @@ def test_pages_that_are_not_one_run_of_memory_are_compressed_too() -> None:
 
 def stored_segments(manager: Manager) -> list[Segment]:
     found = []
-    for copy in manager._catalogue.copies(Tier.DRAM):
+    for copy in manager.core.catalogue.copies(Tier.DRAM):
         assert copy.memory is not None
         found += read_segments(copy.memory, read_header(copy.memory, key_digest=copy.digest))
     return found
@@ -273,7 +274,7 @@ def test_what_the_default_saved_comes_back_through_zstd() -> None:
 
 def reforge(manager: Manager, index: int, payload: bytes, original_nbytes: int) -> None:
     """Store another payload as the object's first segment, under CRCs that are right."""
-    copy = manager._catalogue.copies(Tier.DRAM)[index]
+    copy = manager.core.catalogue.copies(Tier.DRAM)[index]
     assert copy.memory is not None
     segments = read_segments(copy.memory, read_header(copy.memory))
     segments = [

@@ -1,0 +1,521 @@
+"""Core: what a manager does, on the loop that owns all of its state."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+
+from orbitkv.cache.catalogue import Catalogue, Copy, Tier
+from orbitkv.cache.extents import ExtentStore
+from orbitkv.cache.pool import Pool
+from orbitkv.config import MIB, Config
+from orbitkv.errors import (
+    Cancelled,
+    Closed,
+    ConfigError,
+    DestinationError,
+    ImpossibleRequest,
+)
+from orbitkv.graph import Node
+from orbitkv.pipeline import load_pipeline
+from orbitkv.runtime.channel import ChannelStatistics
+from orbitkv.runtime.lanes import BlockingEvent, HostLane
+from orbitkv.runtime.preadv import PreadLane
+from orbitkv.runtime.runtime import NodeStatistics, OwnedLane, Runtime
+from orbitkv.runtime.uring import RingLane, open_io_lane
+from orbitkv.segment import (
+    Geometry,
+    ModelIdentity,
+    PagedTensors,
+    StateKey,
+    hash_pages,
+    make_namespace,
+)
+from orbitkv.stages.base import Batch
+from orbitkv.stages.batch import (
+    Destination,
+    FetchBatch,
+    PublishBatch,
+    ReadBatch,
+    RestoreBatch,
+    WriteBatch,
+)
+from orbitkv.stages.ticket import Miss, Outcome, Restored, Saved, Ticket
+
+LaneWrapper = Callable[[OwnedLane], OwnedLane]
+
+MAX_BATCH_SEGMENTS = 256
+# What R reads for its CRC is still in the last-level cache when E copies it.
+TARGET_BATCH_NBYTES = 16 * MIB
+
+
+@dataclass(eq=False)
+class Instance:
+    """One registration of an engine's pages: what ``publish`` reads and ``restore`` fills.
+
+    Attributes:
+        namespace: ``orbitkv:v2:<64 hex>``; instances with equal namespaces share objects.
+    """
+
+    namespace: str
+    tensors: PagedTensors
+    tickets: set[Ticket] = field(default_factory=set)
+    closed: bool = False
+
+    @property
+    def geometry(self) -> Geometry:
+        """As declared at registration."""
+        return self.tensors.geometry
+
+    def hash_pages(self, tokens: Sequence[int]) -> list[bytes]:
+        """Hash every full page of a token sequence, each chained to its prefix."""
+        return hash_pages(self.namespace, tokens, self.geometry.page_tokens)
+
+
+@dataclass(eq=False)
+class PrefixLease:
+    """The longest prefix that can be restored, kept from eviction until released or restored.
+
+    Attributes:
+        hashes: The prefix, in order: the first ``len(hashes)`` of those asked for.
+        copies: The objects of each page, one a state group.
+    """
+
+    instance: Instance
+    hashes: tuple[bytes, ...]
+    copies: tuple[tuple[Copy, ...], ...]
+    _release: Callable[[PrefixLease], None]
+    spent: bool = False
+
+    def release(self) -> None:
+        """Let the pages be evicted again. Harmless after a restore, or twice."""
+        self._release(self)
+
+    def tiers(self) -> dict[Tier, int]:
+        """How many objects come from each tier."""
+        found = [copy.tier for page in self.copies for copy in page]
+        return {tier: found.count(tier) for tier in Tier}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What a flush did.
+
+    Attributes:
+        unwritten: Objects in DRAM that SSD does not have, because a write failed or found no room.
+        evicted_nbytes: Bytes of DRAM that were freed.
+    """
+
+    unwritten: int
+    evicted_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStatistics:
+    """A snapshot of a manager. Bytes are whole 4 KiB blocks.
+
+    Attributes:
+        nodes, channels, unavailable: Of each direction, ``save`` and ``restore``.
+    """
+
+    pool_capacity_nbytes: int
+    pool_used_nbytes: int
+    pool_largest_free_nbytes: int
+    ssd_capacity_nbytes: int
+    ssd_used_nbytes: int
+    counters: Mapping[str, int]
+    nodes: Mapping[str, Mapping[str, NodeStatistics]]
+    channels: Mapping[str, tuple[ChannelStatistics, ...]]
+    unavailable: Mapping[str, Mapping[str, str]]
+
+
+class Core:
+    """Tiers, pipelines and registrations of one manager, without locks.
+
+    Use as an async context manager; every method is to be called on the loop that entered it,
+    but for ``PrefixLease.release``, which any thread may call.
+
+    Args:
+        wrap_lane: Puts something around each lane, for tests that inject faults.
+
+    Attributes:
+        closing: Nothing new is taken any more.
+    """
+
+    def __init__(self, config: Config, *, wrap_lane: LaneWrapper | None = None) -> None:
+        self.config = config
+        self.closing = False
+        self._wrap_lane = wrap_lane or (lambda lane: lane)
+        self._instances: set[Instance] = set()
+        self._leases: set[PrefixLease] = set()
+        self._feeding: set[asyncio.Task[None]] = set()
+        self._io_lanes: list[RingLane | PreadLane] = []
+        self._log = _logger()
+
+    async def __aenter__(self) -> Self:
+        self._loop, self._thread = asyncio.get_running_loop(), threading.current_thread()
+        config = self.config
+        graphs = [
+            load_pipeline(source).graph
+            for source in (config.save_pipeline, config.restore_pipeline)
+        ]
+        async with AsyncExitStack() as opened:
+            self.catalogue = _open_tiers(config)
+            opened.callback(self.catalogue.close)
+            self._save, self._fetch = (
+                Runtime(
+                    graph,
+                    catalogue=self.catalogue,
+                    config=config,
+                    open_lane=self._open_lane,
+                    log=self._log,
+                )
+                for graph in graphs
+            )
+            self._check_entries()
+            for runtime in (self._save, self._fetch):
+                await opened.enter_async_context(runtime)
+            await self._register_pool()
+            self._tell_what_is_off()
+            self._opened = opened.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Take nothing new, release what callers hold, and let what they submitted end."""
+        self.closing = True
+        async with self._opened:
+            for lease in tuple(self._leases):
+                self._release(lease)
+            while self._feeding:
+                await asyncio.wait(self._feeding)
+
+    def _open_lane(self, node: Node) -> OwnedLane:
+        if node.lane_kind != "ring":
+            return self._wrap_lane(HostLane(node.lane))
+        lane = open_io_lane(
+            node.lane, depth=node.depth, backend=self.config.ssd_backend, log=self._log.info
+        )
+        self._io_lanes.append(lane)
+        return self._wrap_lane(lane)
+
+    async def _register_pool(self) -> None:
+        """Pin a locked pool for io_uring once; else every transfer pins its own pages."""
+        if self.catalogue.pool.unlocked_reason is None and self.config.lock_memory:
+            for lane in self._io_lanes:
+                if not await lane.register_buffers(self.catalogue.pool.memory):
+                    self._log.info("pool_not_registered", reason=lane.buffers_refused)
+
+    def _check_entries(self) -> None:
+        """Refuse definitions that nothing can be asked of."""
+        if not self._save.accepts(PublishBatch):
+            raise ConfigError(
+                f"save_pipeline: {self._save.graph.name!r} takes no pages to save; "
+                "accepted: a definition with the stage 'gather'"
+            )
+        if not (self._fetch.accepts(FetchBatch) or self._fetch.accepts(ReadBatch)):
+            raise ConfigError(
+                f"restore_pipeline: {self._fetch.graph.name!r} has nothing to restore from; "
+                "accepted: a definition with the stage 'serve' or 'read'"
+            )
+
+    def _tell_what_is_off(self) -> None:
+        """Say once, at start, what this machine does not give."""
+        pool, extents = self.catalogue.pool, self.catalogue.extents
+        if pool.unlocked_reason:
+            self._log.info("pool_not_locked", reason=pool.unlocked_reason)
+        if extents and extents.buffered_reason:
+            self._log.info("ssd_buffered", reason=extents.buffered_reason)
+        if extents and extents.cold_reason:
+            self._log.warning("ssd_cold_start", reason=extents.cold_reason)
+        for runtime in (self._save, self._fetch):
+            for node_id, reason in runtime.unavailable.items():
+                self._log.info(
+                    "node_unavailable", pipeline=runtime.graph.name, node=node_id, reason=reason
+                )
+
+    async def register(
+        self, geometry: Geometry, tensors: Mapping[str, Any], model: ModelIdentity
+    ) -> Instance:
+        """Check tensors against their declaration, and that one page of them can pass."""
+        paged = PagedTensors(geometry, tensors)
+        limit_nbytes = min(
+            self._save.batch_nbytes(PublishBatch), self.catalogue.pool.capacity_nbytes
+        )
+        for group, nbytes in geometry.object_nbytes.items():
+            if nbytes > limit_nbytes:
+                raise ImpossibleRequest(
+                    f"one page of group {group!r} takes {nbytes} bytes; the pool and every edge "
+                    f"and budget of pipeline {self._save.graph.name!r} hold {limit_nbytes}"
+                )
+        namespace = make_namespace(model, geometry, storage_codec=self.config.storage_codec)
+        instance = Instance(namespace, paged)
+        self._instances.add(instance)
+        return instance
+
+    async def unregister(self, instance: Instance) -> None:
+        """Take an instance away: its leases now, its tensors once its work has ended."""
+        self._check_open(instance)
+        instance.closed = True
+        self._instances.remove(instance)
+        for lease in [lease for lease in self._leases if lease.instance is instance]:
+            self._release(lease)
+        while instance.tickets:
+            await next(iter(instance.tickets))
+
+    def _check_open(self, instance: Instance) -> None:
+        if instance not in self._instances:
+            raise Closed("the instance is not registered here")
+
+    async def publish(
+        self, instance: Instance, pages: tuple[tuple[bytes, int], ...], ready: object | None
+    ) -> Ticket:
+        """Filter what is resident, cut the rest into batches, and send them off."""
+        self._check_open(instance)
+        if ready is not None and not isinstance(ready, BlockingEvent):
+            raise TypeError(f"ready {ready!r}; accepted: an event with wait(), or None")
+        instance.tensors.check_indices([index for _, index in pages], distinct=True)
+        resident: list[bytes] = []
+        fresh: list[tuple[StateKey, int]] = []
+        for page_hash, index in dict(reversed(pages)).items():
+            keys = [StateKey(instance.namespace, page_hash, g) for g in instance.geometry.groups]
+            missing = [key for key in keys if not self.catalogue.is_resident(key.digest)]
+            fresh += [(key, index) for key in missing]
+            if not missing:
+                resident.append(page_hash)
+
+        def conclude(done: tuple[bytes, ...], not_done: tuple[bytes, ...]) -> Outcome:
+            return Saved(done, tuple(resident), not_done)
+
+        ticket = Ticket(conclude)
+        nbytes_of = instance.geometry.object_nbytes
+        packs = self._pack(
+            [(nbytes_of[key.group], len(instance.geometry.groups[key.group])) for key, _ in fresh],
+            self._save.batch_nbytes(PublishBatch),
+        )
+        batches = [
+            PublishBatch(
+                ticket.part(tuple(key.page_hash for key, _ in fresh[pack])),
+                instance.tensors,
+                tuple(fresh[pack]),
+                ready,
+                sum(nbytes_of[key.group] for key, _ in fresh[pack]),
+            )
+            for pack in packs
+        ]
+        self._send_off(instance, ticket, self._save, batches)
+        return ticket
+
+    async def query(self, instance: Instance, hashes: tuple[bytes, ...]) -> PrefixLease:
+        """Find the longest prefix of which every state group is in a tier that can be read."""
+        self._check_open(instance)
+        tiers = [
+            tier
+            for tier, payload in ((Tier.DRAM, FetchBatch), (Tier.SSD, ReadBatch))
+            if self._fetch.accepts(payload)
+        ]
+        found: list[tuple[Copy, ...]] = []
+        for page_hash in hashes:
+            copies = []
+            for group in instance.geometry.groups:
+                digest = StateKey(instance.namespace, page_hash, group).digest
+                copy = next(filter(None, (self.catalogue.find(digest, t) for t in tiers)), None)
+                if copy is not None:
+                    copies.append(copy)
+            if len(copies) < len(instance.geometry.groups):
+                break
+            found.append(tuple(copies))
+        for copy in (copy for page in found for copy in page):
+            self.catalogue.pin(copy)
+            self.catalogue.touch(copy)
+        lease = PrefixLease(
+            instance, hashes[: len(found)], tuple(found), self._release_from_any_thread
+        )
+        self._leases.add(lease)
+        return lease
+
+    def _release_from_any_thread(self, lease: PrefixLease) -> None:
+        if threading.current_thread() is self._thread:
+            self._release(lease)
+        elif not self.closing:
+            self._loop.call_soon_threadsafe(self._release, lease)
+
+    def _release(self, lease: PrefixLease) -> None:
+        if lease.spent:
+            return
+        lease.spent = True
+        self._leases.discard(lease)
+        for copy in (copy for page in lease.copies for copy in page):
+            self.catalogue.unpin(copy)
+
+    async def restore(self, lease: PrefixLease, destinations: dict[bytes, int]) -> Ticket:
+        """Check every destination; then cut by tier into batches, and send them off."""
+        instance = lease.instance
+        self._check_open(instance)
+        if lease.spent:
+            raise Closed("the lease was released or restored before")
+        unknown = [page_hash.hex()[:16] for page_hash in destinations.keys() - set(lease.hashes)]
+        if unknown:
+            raise DestinationError(f"pages {', '.join(sorted(unknown))}...: not in the lease")
+        instance.tensors.check_indices(destinations.values(), distinct=True)
+
+        def conclude(done: tuple[bytes, ...], not_done: tuple[bytes, ...]) -> Outcome:
+            return Restored(done, not_done) if done else Miss(not_done)
+
+        ticket = Ticket(conclude)
+        groups = tuple(instance.geometry.groups.values())
+        work: dict[type[FetchBatch | ReadBatch], list[tuple[Copy, Destination]]] = {
+            FetchBatch: [],
+            ReadBatch: [],
+        }
+        for page_hash, copies in zip(lease.hashes, lease.copies, strict=True):
+            for copy, slot_indices in zip(copies, groups, strict=True):
+                if page_hash not in destinations:
+                    self.catalogue.unpin(copy)
+                    continue
+                target = Destination(page_hash, destinations[page_hash], slot_indices)
+                kind = FetchBatch if copy.tier is Tier.DRAM else ReadBatch
+                work[kind].append((copy, target))
+        lease.spent = True
+        self._leases.discard(lease)
+        batches: list[RestoreBatch] = []
+        for station, items in work.items():
+            packs = self._pack(
+                [(copy.nbytes, len(target.slot_indices)) for copy, target in items],
+                self._fetch.batch_nbytes(station) if items else 0,
+            )
+            for pack in packs:
+                part = ticket.part(tuple(target.page_hash for _, target in items[pack]))
+                batches.append(station(part, self.catalogue, instance.tensors, items[pack]))
+        self._send_off(instance, ticket, self._fetch, batches)
+        return ticket
+
+    async def flush(self, *, evict_dram: bool) -> Flushed:
+        """Write what SSD lacks, waiting where writeback would drop; then evict, if asked to."""
+        unwritten: list[Copy] = []
+        if self._save.accepts(WriteBatch):
+            wanted = self._unwritten()
+            fresh = [copy for copy in wanted if not copy.write_queued]
+            for copy in fresh:
+                self.catalogue.queue_write(copy)
+            packs = self._pack(
+                [(copy.nbytes, 1) for copy in fresh], self._save.batch_nbytes(WriteBatch)
+            )
+            for pack in packs:
+                await self._save.submit(WriteBatch(self.catalogue, tuple(fresh[pack])))
+            await self.catalogue.written(wanted)
+            unwritten = self._unwritten()
+        evicted_nbytes = self.catalogue.evict_unpinned(Tier.DRAM) if evict_dram else 0
+        return Flushed(len(unwritten), evicted_nbytes)
+
+    def _unwritten(self) -> list[Copy]:
+        return [
+            copy
+            for copy in self.catalogue.copies(Tier.DRAM)
+            if not self.catalogue.find(copy.digest, Tier.SSD)
+        ]
+
+    def _pack(self, sizes: Sequence[tuple[int, int]], limit_nbytes: int) -> list[slice]:
+        """Cut a sequence of (bytes, segments) into batches; each item fits one by itself."""
+        limit_nbytes = min(limit_nbytes, self.catalogue.pool.capacity_nbytes, TARGET_BATCH_NBYTES)
+        cuts, batch_nbytes, batch_segments = [0], 0, 0
+        for index, (nbytes, segments) in enumerate(sizes):
+            full = batch_nbytes + nbytes > limit_nbytes
+            if index > cuts[-1] and (full or batch_segments + segments > MAX_BATCH_SEGMENTS):
+                cuts.append(index)
+                batch_nbytes = batch_segments = 0
+            batch_nbytes += nbytes
+            batch_segments += segments
+        ends = [*cuts[1:], len(sizes)]
+        return [slice(start, end) for start, end in zip(cuts, ends, strict=True) if end > start]
+
+    def _send_off(
+        self, instance: Instance, ticket: Ticket, runtime: Runtime, batches: Sequence[Batch]
+    ) -> None:
+        """Feed a ticket's batches in order, without making the caller wait for the queue."""
+        instance.tickets.add(ticket)
+        ticket.when_done(lambda: instance.tickets.discard(ticket))
+        ticket.seal()
+
+        async def feed() -> None:
+            for batch in batches:
+                if ticket.cancelled:
+                    batch.abandon(Cancelled("the request was cancelled"))
+                else:
+                    await runtime.submit(batch)
+
+        if batches:
+            feeding = asyncio.create_task(feed())
+            self._feeding.add(feeding)
+            feeding.add_done_callback(self._feeding.discard)
+
+    async def statistics(self) -> ManagerStatistics:
+        """Take a snapshot."""
+        pool, extents = self.catalogue.pool, self.catalogue.extents
+        pipelines = {"save": self._save, "restore": self._fetch}
+        taken = {name: runtime.statistics() for name, runtime in pipelines.items()}
+        return ManagerStatistics(
+            pool.capacity_nbytes,
+            pool.used_nbytes,
+            pool.largest_free_nbytes,
+            extents.capacity_nbytes if extents else 0,
+            extents.used_nbytes if extents else 0,
+            dict(self.catalogue.counters),
+            {name: nodes for name, (nodes, _) in taken.items()},
+            {name: channels for name, (_, channels) in taken.items()},
+            {name: runtime.unavailable for name, runtime in pipelines.items()},
+        )
+
+    async def leaks(self) -> list[str]:
+        """List everything that is not as it must be at rest."""
+        found = self.catalogue.leaks() + self._save.leaks() + self._fetch.leaks()
+        if self._leases:
+            found.append(f"{len(self._leases)} leases")
+        if tickets := sum(len(instance.tickets) for instance in self._instances):
+            found.append(f"{tickets} tickets")
+        return found
+
+
+def _open_tiers(config: Config) -> Catalogue:
+    pool = Pool(config.pool_nbytes, lock_memory=config.lock_memory)
+    if config.ssd_path is None:
+        return Catalogue(pool, None)
+    store = ExtentStore(config.ssd_path, config.ssd_capacity_nbytes, persist=config.ssd_persist)
+    return Catalogue(pool, store)
+
+
+def _logger() -> structlog.stdlib.BoundLogger:
+    """Events go to the standard library's logger ``orbitkv``, which the application configures."""
+    log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+        logging.getLogger("orbitkv"),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(key_order=["event"]),
+        ],
+    )
+    return log
