@@ -75,5 +75,9 @@ class Closed(OrbitError):
     """The manager, instance or lease is closed, and takes no new work."""
 
 
+class EngineFault(OrbitError):
+    """The engine's event failed, so what its pages hold is not known; nothing is saved."""
+
+
 class StageFault(OrbitError):
     """A stage failed with something other than an OrbitError: a bug, which stops its pipeline."""

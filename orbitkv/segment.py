@@ -328,6 +328,9 @@ class PagedTensors:
             DestinationError: naming all that are out of range or come twice.
         """
         indices = list(page_indices)
+        strange = [index for index in indices if not isinstance(index, int | np.integer)]
+        if strange:
+            raise DestinationError(f"page index {_listing(strange)}; accepted: integers")
         outside = sorted({index for index in indices if not 0 <= index < self.pages})
         twice = (
             sorted({index for index in indices if indices.count(index) > 1})
@@ -343,8 +346,8 @@ class PagedTensors:
             raise DestinationError("; ".join(faults))
 
 
-def _listing(values: Sequence[int], *, most: int = 8) -> str:
-    shown = ", ".join(map(str, values[:most]))
+def _listing(values: Sequence[object], *, most: int = 8) -> str:
+    shown = ", ".join(map(repr, values[:most]))
     return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from orbitkv.cache.extents import ExtentStore, IndexRow
 from orbitkv.cache.pool import Pool
-from orbitkv.errors import ImpossibleRequest
+from orbitkv.errors import Cancelled, ImpossibleRequest
 from orbitkv.objects import Bytes
 
 
@@ -139,7 +140,12 @@ class Catalogue:
             await ended
 
     async def reserve_dram(
-        self, wants: Sequence[Want], *, urgent: bool, wait_s: float | None = None
+        self,
+        wants: Sequence[Want],
+        *,
+        urgent: bool,
+        wait_s: float | None = None,
+        cancellation: Callable[[], asyncio.Future[None]] | None = None,
     ) -> list[Copy] | None:
         """Take pool memory for all wants at once, or wait in turn until there is some.
 
@@ -149,12 +155,14 @@ class Catalogue:
         Args:
             urgent: Go before those who are not: a demand read before a save.
             wait_s: Give up after this long. None: never.
+            cancellation: Makes a future that ends when the request is cancelled.
 
         Returns:
             Hidden copies with one pin each, the caller's; None when ``wait_s`` ran out.
 
         Raises:
             ImpossibleRequest: at once, when the whole pool is smaller.
+            Cancelled: the request was cancelled while it waited.
         """
         nbytes = sum(want.nbytes for want in wants)
         if nbytes > self.pool.capacity_nbytes:
@@ -167,17 +175,20 @@ class Catalogue:
             return copies
         granted: asyncio.Future[list[Copy]] = asyncio.get_running_loop().create_future()
         self._waiting[urgent][granted] = tuple(wants)
+        cancelled = cancellation() if cancellation else None
+        awaited: list[asyncio.Future[Any]] = [granted, cancelled] if cancelled else [granted]
         try:
-            async with asyncio.timeout(wait_s):
-                await asyncio.wait([granted])
-        except TimeoutError:
-            self.counters["pool_wait_expired"] += 1
+            await asyncio.wait(awaited, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             self._withdraw(granted, urgent=urgent)
             raise
+        if cancelled is not None and cancelled.done():
+            self._withdraw(granted, urgent=urgent)
+            raise Cancelled("the request was cancelled while it waited for pool memory")
         if granted.done():
             return granted.result()
         self._withdraw(granted, urgent=urgent)
+        self.counters["pool_wait_expired"] += 1
         return None
 
     def reserve_ssd(self, source: Copy) -> Copy | None:

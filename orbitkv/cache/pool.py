@@ -9,11 +9,16 @@ import os
 import numpy as np
 
 from orbitkv.cache.ranges import FreeRanges
+from orbitkv.config import format_nbytes
+from orbitkv.errors import ConfigError
 from orbitkv.objects import OBJECT_ALIGN_NBYTES, Bytes, align_up
 
 
 class Pool:
     """Host memory in one mapping, backed by huge pages and locked where the limits allow.
+
+    Raises:
+        ConfigError: the machine has less memory.
 
     Attributes:
         memory: uint8[capacity_nbytes], host, page-aligned.
@@ -22,6 +27,12 @@ class Pool:
 
     def __init__(self, capacity_nbytes: int, *, lock_memory: bool) -> None:
         capacity_nbytes = align_up(capacity_nbytes, OBJECT_ALIGN_NBYTES)
+        physical_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if capacity_nbytes > physical_nbytes:
+            raise ConfigError(
+                f"pool of {format_nbytes(capacity_nbytes)}; "
+                f"this machine has {format_nbytes(physical_nbytes)}"
+            )
         mapping = mmap.mmap(-1, capacity_nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
         self.memory: Bytes = np.frombuffer(mapping, np.uint8)

@@ -262,14 +262,20 @@ class Core:
     ) -> Instance:
         """Check tensors against their declaration, and that one page of them can pass."""
         paged = PagedTensors(geometry, tensors)
-        limit_nbytes = min(
-            self._save.batch_nbytes(PublishBatch), self.catalogue.pool.capacity_nbytes
-        )
+        limits = {
+            "pool": self.catalogue.pool.capacity_nbytes,
+            f"pipeline {self._save.graph.name!r}": self._save.batch_nbytes(PublishBatch),
+        }
+        for station in (FetchBatch, ReadBatch):
+            if self._fetch.accepts(station):
+                where = f"pipeline {self._fetch.graph.name!r} for a {station.__name__}"
+                limits[where] = self._fetch.batch_nbytes(station)
         for group, nbytes in geometry.object_nbytes.items():
-            if nbytes > limit_nbytes:
+            small = [f"{where}: {limit}" for where, limit in limits.items() if nbytes > limit]
+            if small:
                 raise ImpossibleRequest(
-                    f"one page of group {group!r} takes {nbytes} bytes; the pool and every edge "
-                    f"and budget of pipeline {self._save.graph.name!r} hold {limit_nbytes}"
+                    f"one page of group {group!r} takes {nbytes} bytes; too small for it: "
+                    + ", ".join(small)
                 )
         namespace = make_namespace(model, geometry, storage_codec=self.config.storage_codec)
         instance = Instance(namespace, paged)
@@ -300,7 +306,8 @@ class Core:
         instance.tensors.check_indices([index for _, index in pages], distinct=True)
         resident: list[bytes] = []
         fresh: list[tuple[StateKey, int]] = []
-        for page_hash, index in dict(reversed(pages)).items():
+        # Of a hash named twice the first counts; in order, so that a prefix is saved as one.
+        for page_hash, index in dict(reversed(dict(reversed(pages)).items())).items():
             keys = [StateKey(instance.namespace, page_hash, g) for g in instance.geometry.groups]
             missing = [key for key in keys if not self.catalogue.is_resident(key.digest)]
             fresh += [(key, index) for key in missing]
@@ -348,7 +355,8 @@ class Core:
             if len(copies) < len(instance.geometry.groups):
                 break
             found.append(tuple(copies))
-        for copy in (copy for page in found for copy in page):
+        # From the end, so that eviction takes a prefix's tail before its head.
+        for copy in (copy for page in reversed(found) for copy in page):
             self.catalogue.pin(copy)
             self.catalogue.touch(copy)
         lease = PrefixLease(

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
+from orbitkv.errors import Closed
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -57,6 +59,7 @@ class HostLane:
         self.name = name
         self._work: queue.SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None]
         self._work = queue.SimpleQueue()
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name=f"orbitkv {name}", daemon=True)
 
     async def start(self) -> None:
@@ -66,6 +69,8 @@ class HostLane:
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``fn`` on the lane's thread. A cancelled caller still waits for its end."""
+        if self._closed:
+            raise Closed(f"lane {self.name} is closed")
         submitted: asyncio.Future[T] = self._loop.create_future()
         self._work.put((submitted, functools.partial(fn, *args, **kwargs)))
         return await drained(submitted)
@@ -77,6 +82,7 @@ class HostLane:
 
     async def close(self) -> None:
         """Wait for all submitted work, then end the thread. Idempotent."""
+        self._closed = True
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -85,6 +91,9 @@ class HostLane:
             submitted, call = entry
             try:
                 result = call()
+            except StopIteration as error:  # the one exception that no future takes
+                fault = RuntimeError(f"{error!r} was raised on lane {self.name}")
+                self._loop.call_soon_threadsafe(submitted.set_exception, fault)
             except BaseException as error:  # noqa: BLE001 - handed to whoever submitted it
                 self._loop.call_soon_threadsafe(submitted.set_exception, error)
             else:

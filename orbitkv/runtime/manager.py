@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -47,7 +48,7 @@ class Manager:
     ) -> None:
         self.config = config or Config()
         self.core = Core(self.config, wrap_lane=wrap_lane)
-        self._calls: set[concurrent.futures.Future[Any]] = set()
+        self._calls: dict[concurrent.futures.Future[Any], tuple[Coroutine[Any, Any, Any], ...]] = {}
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="orbitkv-manager", daemon=True)
         self._thread.start()
@@ -120,9 +121,9 @@ class Manager:
 
     def close(self) -> None:
         """Release all leases, let everything under way end, and free all memory. Idempotent."""
-        if self._thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # its loop has ended already
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+        self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -211,34 +212,48 @@ class Manager:
 
     async def _call_async(self, work: Coroutine[Any, Any, T]) -> T:
         call = self._submit(work)
+        # The manager's loop finishes what it began; a caller that goes away cannot stop it.
+        waiting = asyncio.shield(asyncio.wrap_future(call))
         try:
-            return await asyncio.wrap_future(call)
+            return await waiting
         except asyncio.CancelledError as error:
-            if self._thread.is_alive():
-                raise
-            raise Closed("the manager was closed") from error
+            if call.cancelled():
+                raise Closed("the manager was closed") from error
+            call.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, call: concurrent.futures.Future[Any]) -> None:
+        """Undo what a call gave to nobody, because its caller was cancelled."""
+        result = None if call.cancelled() or call.exception() else call.result()
+        if isinstance(result, PrefixLease):
+            result.release()
+        elif isinstance(result, Ticket):
+            result.cancel()
+        elif isinstance(result, Instance):
+            self._loop.create_task(self._guarded(self.core.unregister(result)))
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread and not self.core.closing:
             work.close()
             raise RuntimeError("a manager's methods cannot be called from its own loop")
-        if self.core.closing:
-            work.close()
-            raise Closed("the manager is closed")
+        guarded = self._guarded(work)
         try:
-            call = asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
-        except RuntimeError as error:  # the loop has been closed since we looked
+            call = asyncio.run_coroutine_threadsafe(guarded, self._loop)
+        except RuntimeError as error:  # the loop has been closed
+            guarded.close()
             work.close()
             raise Closed("the manager is closed") from error
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        self._calls[call] = (guarded, work)
+        call.add_done_callback(lambda call: self._calls.pop(call, None))
         if not self._thread.is_alive():
             self._refuse_calls()  # the loop ended between our look and the call
         return call
 
     def _refuse_calls(self) -> None:
         """Answer callers whose work the loop did not get to before it ended."""
-        for call in tuple(self._calls):
+        for call, coroutines in tuple(self._calls.items()):
+            for coroutine in coroutines:
+                coroutine.close()
             call.cancel()
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:

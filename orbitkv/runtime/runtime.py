@@ -46,6 +46,19 @@ class NodeStatistics:
 
 
 @dataclass(slots=True)
+class Stopping:
+    """Why a pipeline stops early: the first bug, which every batch that it ends is told."""
+
+    fault: OrbitError | None = None
+
+    def explain(self, node: Node, error: BaseException) -> OrbitError:
+        """Turn what ended a stage into the fault of its batch."""
+        if not isinstance(error, asyncio.CancelledError) and self.fault is None:
+            self.fault = StageFault(f"node {node.id} failed, and stops its pipeline: {error!r}")
+        return self.fault or Closed(f"node {node.id} was stopped")
+
+
+@dataclass(slots=True)
 class BoundNode:
     """A node with its lane, its stages, and the channels of its edges."""
 
@@ -54,6 +67,7 @@ class BoundNode:
     ctx: StageContext
     inputs: Inbox[Batch]
     outputs: Mapping[str, Channel[Batch]]
+    stopping: Stopping
     batches: int = 0
     failed: int = 0
     busy_s: float = 0.0
@@ -91,7 +105,7 @@ class BoundNode:
             batch.abandon(error)
             return {}
         except BaseException as error:
-            batch.abandon(_as_fault(self.node, error))
+            batch.abandon(self.stopping.explain(self.node, error))
             raise
         finally:
             self.batches += 1
@@ -100,18 +114,18 @@ class BoundNode:
 
     async def emit(self, outputs: Outputs) -> None:
         """Send on, edge by edge. Only here does a node feel that the next one is slow."""
-        for port, batch in outputs.items():
-            channel = self.outputs.get(port)
-            if channel is None:
-                batch.abandon(Dropped(f"{self.node.id}.{port} leads nowhere here"))
-            else:
-                await channel.send(batch)
-
-
-def _as_fault(node: Node, error: BaseException) -> OrbitError:
-    if isinstance(error, asyncio.CancelledError):
-        return Closed(f"node {node.id} was stopped")
-    return StageFault(f"node {node.id}: {error!r}")
+        rest = dict(outputs)
+        try:
+            for port in outputs:
+                batch, channel = rest.pop(port), self.outputs.get(port)
+                if channel is None:
+                    batch.abandon(Dropped(f"{self.node.id}.{port} leads nowhere here"))
+                else:
+                    await channel.send(batch)
+        except BaseException as error:
+            for batch in rest.values():
+                batch.abandon(self.stopping.explain(self.node, error))
+            raise
 
 
 async def run_node(bound: BoundNode) -> None:
@@ -120,21 +134,29 @@ async def run_node(bound: BoundNode) -> None:
     The outputs are closed however this ends, so that the next node drains and stops.
     """
     slots = asyncio.Semaphore(bound.node.depth)
+    unbegun: set[Batch] = set()
 
     async def run_batch(batch: Batch) -> None:
+        unbegun.discard(batch)
         try:
             await bound.emit(await bound.run_stages(batch))
         finally:
             slots.release()
 
-    async with bound, asyncio.TaskGroup() as under_way:
-        await slots.acquire()
-        async for batch in bound.inputs:
-            if bound.node.depth == 1:
-                await run_batch(batch)
-            else:
-                under_way.create_task(run_batch(batch))
-            await slots.acquire()
+    async with bound:
+        try:
+            async with asyncio.TaskGroup() as under_way:
+                await slots.acquire()
+                async for batch in bound.inputs:
+                    unbegun.add(batch)
+                    if bound.node.depth == 1:
+                        await run_batch(batch)
+                    else:
+                        under_way.create_task(run_batch(batch))
+                    await slots.acquire()
+        finally:
+            for batch in unbegun:  # its task was cancelled before its first step
+                batch.abandon(bound.stopping.explain(bound.node, asyncio.CancelledError()))
 
 
 def unavailable_nodes(graph: Graph, config: Config) -> dict[str, str]:
@@ -221,8 +243,8 @@ class Runtime:
             if edge.src not in self.unavailable and edge.dst not in self.unavailable
         }
         self._entries: dict[type, Channel[Batch]] = {}
+        self._stopping = Stopping()
         self._nodes = {node.id: self._bind(node, catalogue, config) for node in live}
-        self._fault: OrbitError | None = None
         self._running: asyncio.Task[None] | None = None
 
     def _bind(self, node: Node, catalogue: Catalogue, config: Config) -> BoundNode:
@@ -252,7 +274,7 @@ class Runtime:
             log=self._log.bind(node=node.id),
         )
         stages = tuple(_instantiate(use.implementation, use.options) for use in node.stages)
-        return BoundNode(node, stages, ctx, Inbox(tuple(inputs)), outputs)
+        return BoundNode(node, stages, ctx, Inbox(tuple(inputs)), outputs, self._stopping)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
@@ -345,10 +367,9 @@ class Runtime:
                 for bound in self._nodes.values():
                     nodes.create_task(run_node(bound), name=f"node {bound.node.id}")
         except* Exception as bugs:  # noqa: BLE001 - whatever a stage raised stops its pipeline
-            self._fault = StageFault(f"pipeline {self.graph.name!r} stopped: {_first(bugs)!r}")
             self._log.error("pipeline_stopped", exc_info=_first(bugs))
         finally:
-            fault = self._fault or Closed(f"pipeline {self.graph.name!r} is closed")
+            fault = self._stopping.fault or Closed(f"pipeline {self.graph.name!r} is closed")
             for bound in self._nodes.values():
                 for channel in bound.inputs.channels:
                     channel.abandon_all(fault)

@@ -43,7 +43,9 @@ class Encode:
             lease = await ctx.budget.acquire(sum(want.nbytes for want in wants))
         encoded = EncodedBatch(batch.part, catalogue, [], lease)
         try:
-            homes = await catalogue.reserve_dram(wants, urgent=False) if wants else []
+            homes = await catalogue.reserve_dram(
+                wants, urgent=False, cancellation=batch.part.ticket.cancellation
+            )
             assert homes is not None, "a wait without a limit has no end but success"
             for (key, _, _), home in zip(fresh, homes, strict=True):
                 encoded.objects.append(EncodedObject(key, [], home))

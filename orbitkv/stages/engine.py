@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from orbitkv.errors import EngineFault
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Segment
 from orbitkv.segment import PagedTensors
@@ -28,7 +29,10 @@ class GatherPages:
         """Gather once what the engine queued before its event is over."""
         if batch.ready is not None:
             assert isinstance(ctx.lane, StreamLane)
-            await ctx.lane.reached(batch.ready)
+            try:
+                await ctx.lane.reached(batch.ready)
+            except Exception as error:
+                raise EngineFault(f"the engine's event failed: {error!r}") from error
         groups = batch.tensors.geometry.groups
         objects = tuple((key, page_index, groups[key.group]) for key, page_index in batch.pages)
         return {"out": PageBatch(batch.part, batch.tensors, objects, batch.nbytes)}

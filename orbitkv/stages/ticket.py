@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import threading
+import contextlib
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
@@ -97,7 +97,7 @@ class Ticket:
         self._open_parts = 0
         self._sealed = False
         self._error: OrbitError | None = None
-        self._cancel = threading.Event()
+        self._cancelled: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def part(self, hashes: tuple[bytes, ...]) -> Part:
         """Open a share for one batch. Several parts may name one page: all must be done."""
@@ -117,12 +117,29 @@ class Ticket:
 
     def cancel(self) -> None:
         """Stop what has not been submitted to a lane. May be called from any thread."""
-        self._cancel.set()
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled before
+            self._cancelled.set_result(None)
 
     @property
     def cancelled(self) -> bool:
         """Whether batches that have not been submitted must be let go."""
-        return self._cancel.is_set()
+        return self._cancelled.done()
+
+    def cancellation(self) -> asyncio.Future[None]:
+        """A future of the running loop that ends when the ticket is cancelled."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def tell(_: concurrent.futures.Future[None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed since
+                loop.call_soon_threadsafe(end)
+
+        self._cancelled.add_done_callback(tell)
+        return ended
 
     @property
     def done(self) -> bool:
