@@ -269,7 +269,10 @@ def test_an_nvcomp_of_unknown_abi_is_not_available(
     assert (finding.verdict, finding.available) == (verdict, available)
 
 
-def test_torch_is_described_without_importing_it(driver: Path) -> None:
+def test_torch_is_described_without_importing_it(
+    driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # as in a process that has none
     module(driver, "torch", SPIN)
     (driver / "torch" / "version.py").write_text(
         "from typing import Optional\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n"

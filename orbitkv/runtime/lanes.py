@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
-from orbitkv.errors import Closed
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -70,7 +68,7 @@ class HostLane:
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``fn`` on the lane's thread. A cancelled caller still waits for its end."""
         if self._closed:
-            raise Closed(f"lane {self.name} is closed")
+            raise RuntimeError(f"lane {self.name} is closed")
         submitted: asyncio.Future[T] = self._loop.create_future()
         self._work.put((submitted, functools.partial(fn, *args, **kwargs)))
         return await drained(submitted)

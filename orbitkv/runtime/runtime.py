@@ -49,12 +49,15 @@ class NodeStatistics:
 class Stopping:
     """Why a pipeline stops early: the first bug, which every batch that it ends is told."""
 
+    channels: list[Channel[Batch]]
     fault: OrbitError | None = None
 
     def explain(self, node: Node, error: BaseException) -> OrbitError:
         """Turn what ended a stage into the fault of its batch."""
         if not isinstance(error, asyncio.CancelledError) and self.fault is None:
             self.fault = StageFault(f"node {node.id} failed, and stops its pipeline: {error!r}")
+            for channel in self.channels:  # now: later, those who wait to send are cancelled
+                channel.abandon_all(self.fault)
         return self.fault or Closed(f"node {node.id} was stopped")
 
 
@@ -243,7 +246,7 @@ class Runtime:
             if edge.src not in self.unavailable and edge.dst not in self.unavailable
         }
         self._entries: dict[type, Channel[Batch]] = {}
-        self._stopping = Stopping()
+        self._stopping = Stopping(list(self._edges.values()))
         self._nodes = {node.id: self._bind(node, catalogue, config) for node in live}
         self._running: asyncio.Task[None] | None = None
 
@@ -257,6 +260,7 @@ class Runtime:
                 on_full="wait",
             )
             inputs.insert(0, entry)
+            self._stopping.channels.append(entry)
             for port in node.inputs.values():
                 if port.entry:
                     self._entries[port.payload] = entry
@@ -370,9 +374,8 @@ class Runtime:
             self._log.error("pipeline_stopped", exc_info=_first(bugs))
         finally:
             fault = self._stopping.fault or Closed(f"pipeline {self.graph.name!r} is closed")
-            for bound in self._nodes.values():
-                for channel in bound.inputs.channels:
-                    channel.abandon_all(fault)
+            for channel in self._stopping.channels:
+                channel.abandon_all(fault)
 
 
 def _first(error: BaseException) -> BaseException:

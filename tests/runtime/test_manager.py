@@ -428,7 +428,7 @@ def test_tensor_other_than_declared_is_refused_with_every_difference(
 def test_pool_too_small_for_one_page_is_told_at_registration(open_manager: ManagerFactory) -> None:
     manager = open_manager(pool_nbytes=2 * BLOCK)
     with pytest.raises(
-        ImpossibleRequest, match=rf"takes {3 * BLOCK} bytes; the pool .* hold {2 * BLOCK}"
+        ImpossibleRequest, match=rf"takes {3 * BLOCK} bytes; too small for it: pool: {2 * BLOCK}$"
     ):
         Engine.register(manager, geometry=big_geometry(2 * BLOCK))
     Engine.register(manager, geometry=big_geometry(BLOCK))
@@ -438,7 +438,7 @@ def test_codec_budget_too_small_for_one_page_is_told_at_registration(
     open_manager: ManagerFactory,
 ) -> None:
     manager = open_manager(storage_codec_budget_nbytes=BLOCK)
-    with pytest.raises(ImpossibleRequest, match=f"hold {BLOCK}"):
+    with pytest.raises(ImpossibleRequest, match=f"too small for it: pipeline .*: {BLOCK}$"):
         Engine.register(manager, geometry=big_geometry(BLOCK))
     Engine.register(manager)
 
@@ -458,7 +458,7 @@ def test_save_edge_too_small_for_one_page_is_told_at_registration(
     small = edge.replace("32 MiB", "4 KiB").replace("64 MiB", "4 KiB").replace("256 MiB", "4 KiB")
     save = definition(tmp_path, "save", (edge, small))
     manager = open_manager(save_pipeline=save, ssd_path=ssd_path)
-    with pytest.raises(ImpossibleRequest, match=f"hold {BLOCK}"):
+    with pytest.raises(ImpossibleRequest, match=f"too small for it: pipeline .*: {BLOCK}$"):
         Engine.register(manager, geometry=big_geometry(BLOCK))
 
 
@@ -478,7 +478,7 @@ def test_restore_edge_too_small_for_one_page_is_told_at_registration(
     small = part.replace("64 MiB", "4 KiB").replace("32 MiB", "4 KiB")
     restore = definition(tmp_path, "restore", (part, small))
     manager = open_manager(restore_pipeline=restore)
-    with pytest.raises(ImpossibleRequest, match=f"hold {BLOCK}"):
+    with pytest.raises(ImpossibleRequest, match=f"too small for it: pipeline .*: {BLOCK}$"):
         Engine.register(manager, geometry=big_geometry(BLOCK))
 
 
