@@ -99,7 +99,12 @@ class ReadExtents:
             Want(source.digest, source.nbytes, source.generation, source)
             for source, _ in batch.items
         ]
-        loaded = await ctx.catalogue.reserve_dram(wants, urgent=True, wait_s=ctx.config.pool_wait_s)
+        loaded = await ctx.catalogue.reserve_dram(
+            wants,
+            urgent=True,
+            wait_s=ctx.config.pool_wait_s,
+            cancellation=batch.part.ticket.cancellation,
+        )
         if loaded is None:
             for source, destination in batch.items:
                 batch.miss(source, destination)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from orbitkv.cache.catalogue import Catalogue, Copy, Tier, Want
 from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
-from orbitkv.errors import ImpossibleRequest
+from orbitkv.errors import Cancelled, ImpossibleRequest
 from tests.builders import BLOCK, page_hash
 
 BLOCKS = 8
@@ -253,6 +253,38 @@ def test_waiter_cancelled_in_the_tick_of_its_grant_leaks_nothing() -> None:
         waiting.cancel()
         await settle()
         assert waiting.cancelled()
+        assert catalogue.leaks() == []
+        assert catalogue.pool.used_nbytes == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("granted_too", [False, True])
+def test_request_cancelled_while_it_waits_gives_up_its_turn_and_what_it_was_granted(
+    *, granted_too: bool
+) -> None:
+    async def scenario() -> None:
+        catalogue = opened(blocks=2)
+        (held,) = await reserved(catalogue, want("held", 2))
+        cancelled = asyncio.get_running_loop().create_future()
+        first = asyncio.create_task(
+            catalogue.reserve_dram([want("a", 2)], urgent=False, cancellation=lambda: cancelled)
+        )
+        await settle()
+        second = asyncio.create_task(catalogue.reserve_dram([want("b")], urgent=False))
+        await settle()
+        if granted_too:
+            catalogue.unpin(held)
+        cancelled.set_result(None)
+        await settle()
+        with pytest.raises(Cancelled):
+            first.result()
+        if not granted_too:
+            assert not second.done()
+            catalogue.unpin(held)
+            await settle()
+        (copy,) = second.result() or ()
+        catalogue.unpin(copy)
         assert catalogue.leaks() == []
         assert catalogue.pool.used_nbytes == 0
 

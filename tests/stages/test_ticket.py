@@ -96,6 +96,22 @@ def test_cancel_after_the_end_changes_nothing() -> None:
     assert ticket.result(0) == Saved((A,), (), ())
 
 
+def test_cancellation_reaches_a_loop_from_any_thread_and_at_once_if_it_was_before() -> None:
+    ticket = save_ticket()
+
+    async def wait() -> None:
+        early = [ticket.cancellation() for _ in range(2)]
+        await asyncio.sleep(0)
+        assert not any(future.done() for future in early)
+        in_thread(ticket.cancel)
+        await asyncio.wait_for(asyncio.gather(*early), WAIT_S)
+        ticket.cancel()
+        await asyncio.wait_for(ticket.cancellation(), WAIT_S)
+
+    asyncio.run(wait())
+    assert ticket.cancelled
+
+
 def test_result_that_is_not_there_in_time_is_a_timeout_and_the_ticket_goes_on() -> None:
     ticket = save_ticket()
     part = ticket.part((A,))
