@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import importlib.metadata
 import importlib.util
-import inspect
-import io
 import json
 import os
 import platform
@@ -32,11 +29,18 @@ from rich.table import Table
 
 from orbitkv.cache.catalogue import Tier
 from orbitkv.config import MIB, Config, format_nbytes, parse_nbytes
+from orbitkv.engines.checkpoint import (
+    DEFAULT_MODEL,
+    GreedyEngine,
+    digest_pages,
+    find_model,
+    load_model,
+    tokenize,
+)
 from orbitkv.errors import ConfigError, OrbitError
 from orbitkv.objects import object_nbytes
 from orbitkv.runtime.manager import Manager
 
-DEFAULT_MODEL = Path(".models/smollm2")
 NEW_TOKENS = 32
 # float32 first, as measured on a CPU with AVX-512 BF16 but no AMX: bfloat16 prefills 1.7 times as
 # fast, but one token takes 1.3 s instead of 0.1 s, so that what a restore leaves to do costs most.
@@ -197,13 +201,13 @@ def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
         pool_nbytes = parse_nbytes(args.pool_size, setting="--pool-size")
     if args.new_tokens < 1:
         raise ConfigError(f"--new-tokens: {args.new_tokens}; accepted: 1 or more")
-    model_path, gguf_file = _find_model(args.model)
+    model_path, gguf_file = find_model(args.model)
     text, text_name = _read_prompt(args.prompt_file)
     _check_installed(_NEEDED + (_NEEDED_FOR_GGUF if gguf_file else ()))
     with _ssd_file(args.ssd_path) as ssd_path:
         with _step(console, f"loading {args.model}"):
-            token_ids, tokenizer = _tokenize(model_path, gguf_file, text)
-            model = _load_model(model_path, args.dtype)
+            token_ids, tokenizer = tokenize(model_path, gguf_file, text)
+            model = load_model(model_path, args.dtype)
         task = _plan(args, model, token_ids, pool_nbytes, ssd_path)
         cold, dram, stored = _first_process(task, model, console)
         del model
@@ -216,25 +220,6 @@ def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 # What is asked for ----------------------------------------------------------------------------
-
-
-def _find_model(path: Path) -> tuple[Path, Path | None]:
-    """Tell a GGUF file from a checkpoint directory; the second of the pair is the GGUF file."""
-    accepted = "a directory with one .gguf file, or with a checkpoint's config.json"
-    if path.is_file() and path.suffix == ".gguf":
-        return path, path
-    if not path.is_dir():
-        how = "; `make model` fetches it" if path == DEFAULT_MODEL else ""
-        raise ConfigError(f"--model {path}: no such directory; accepted: {accepted}{how}")
-    found = sorted(path.glob("*.gguf"))
-    if len(found) == 1:
-        return found[0], found[0]
-    if found:
-        names = ", ".join(file.name for file in found)
-        raise ConfigError(f"--model {path}: {names}; accepted: one .gguf file, named by its path")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"--model {path}: holds neither; accepted: {accepted}")
-    return path, None
 
 
 def _read_prompt(path: Path | None) -> tuple[str, str]:
@@ -344,109 +329,6 @@ def _plan(
     )
 
 
-# The engine -----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _loading(path: Path) -> Iterator[None]:
-    """Keep transformers' bars out of ours, and turn whatever a damaged file raises into a line."""
-    import transformers  # noqa: PLC0415
-
-    logging: Any = transformers.utils.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"--model {path}: {type(error).__name__}: {first}; "
-            "accepted: a causal language model with its tokenizer that transformers loads"
-        ) from error
-
-
-def _source(path: Path) -> dict[str, Any]:
-    """Arguments that name local files to transformers, and keep it off the network."""
-    if path.is_file():
-        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    else:
-        where = {"pretrained_model_name_or_path": str(path)}
-    return where | {"local_files_only": True}
-
-
-def _tokenize(path: Path, gguf_file: Path | None, text: str) -> tuple[list[int], Any]:
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
-    with _loading(path):
-        tokenizer = AutoTokenizer.from_pretrained(**_source(gguf_file or path))
-        return list(tokenizer(text).input_ids), tokenizer
-
-
-def _load_model(path: Path, dtype: str) -> Model:
-    """Load a model for the CPU; a GGUF's weights dequantised, else every forward unpacks them."""
-    import torch  # noqa: PLC0415
-    import transformers  # noqa: PLC0415
-
-    options = _source(path) | {"dtype": getattr(torch, dtype)}
-    if path.is_file():
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    loader: Any = transformers.AutoModelForCausalLM
-    with _loading(path):
-        return loader.from_pretrained(**options).eval()
-
-
-class _Engine:
-    """A model that continues prompts greedily, one at a time."""
-
-    def __init__(self, model: Model) -> None:
-        from orbitkv.engines.transformers import cache_keyword  # noqa: PLC0415
-
-        self.model = model
-        self._cache_keyword = cache_keyword(model)
-        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._options = {"logits_to_keep": 1} if keeps else {}
-
-    def next_token(self, token_ids: Sequence[int], cache: Cache) -> int:
-        """Compute the tokens that the cache does not hold; return the likeliest next one."""
-        import torch  # noqa: PLC0415
-
-        with torch.inference_mode():
-            rest = torch.tensor([token_ids[cache.get_seq_length() :]])
-            options = self._options | {self._cache_keyword: cache}
-            return int(self.model(rest, use_cache=True, **options).logits[0, -1].argmax())
-
-    def empty_cache(self) -> Cache:
-        """What a prompt starts with that nothing is known of."""
-        from transformers import DynamicCache  # noqa: PLC0415
-
-        return DynamicCache(config=self.model.config)
-
-    def decode(
-        self, token_ids: Sequence[int], first: int, new_tokens: int, cache: Cache
-    ) -> list[int]:
-        """Go on after the first new token; return all of them."""
-        grown = [*token_ids, first]
-        while len(grown) < len(token_ids) + new_tokens:
-            grown.append(self.next_token(grown, cache))
-        return grown[len(token_ids) :]
-
-
-def _digest_pages(cache: Cache, pages: int, page_tokens: int) -> list[str]:
-    """SHA-256 of each of a cache's first pages, over K and V of all its layers in turn."""
-    import torch  # noqa: PLC0415
-
-    digests = []
-    for start in range(0, pages * page_tokens, page_tokens):
-        digest = hashlib.sha256()
-        for layer in cache.layers:
-            for tensor in (layer.keys, layer.values):
-                page = tensor[:, :, start : start + page_tokens].contiguous()
-                digest.update(page.view(torch.uint8).numpy())
-        digests.append(digest.hexdigest())
-    return digests
-
-
 # The runs -------------------------------------------------------------------------------------
 
 
@@ -460,7 +342,7 @@ def _first_process(
     Returns:
         The cold run, the one from DRAM, and the bytes that each tier held.
     """
-    engine = _Engine(model)
+    engine = GreedyEngine(model)
     with Manager(task.config()) as manager, _kv(task, manager, model) as kv:
         with _step(console, f"computing {len(task.token_ids)} tokens, then {task.new_tokens} more"):
             _warm_up(task, engine, prefill=True)
@@ -470,7 +352,7 @@ def _first_process(
             ttft_ms = _since_ms(started_s)
             ticket = kv.save(task.token_ids, cache)  # goes on while the engine decodes
             new = engine.decode(task.token_ids, first, task.new_tokens, cache)
-            digests = _digest_pages(cache, task.pages, task.page_tokens)
+            digests = digest_pages(cache, task.pages, task.page_tokens)
             cold = _Run(ttft_ms, 0.0, new, digests, 0, {})
             ticket.result()
             del cache  # the engine has nothing left of it
@@ -486,15 +368,15 @@ def _first_process(
 
 def _second_process(task: _Task) -> _Run:
     """Restore what another process left on SSD."""
-    model_path, _ = _find_model(Path(task.model))
-    model = _load_model(model_path, task.dtype)
-    engine = _Engine(model)
+    model_path, _ = find_model(Path(task.model))
+    model = load_model(model_path, task.dtype)
+    engine = GreedyEngine(model)
     with Manager(task.config()) as manager, _kv(task, manager, model) as kv:
         _warm_up(task, engine, prefill=False)
         return _continue_restored(task, engine, kv)
 
 
-def _warm_up(task: _Task, engine: _Engine, *, prefill: bool) -> None:
+def _warm_up(task: _Task, engine: GreedyEngine, *, prefill: bool) -> None:
     """Do once, on other tokens, all that will be measured: what only first calls cost is no TTFT.
 
     It has a manager of its own, of which nothing is left.
@@ -522,7 +404,7 @@ def _kv(task: _Task, manager: Manager, model: Model) -> Saver:
     return OrbitKVCache(manager, model, page_tokens=task.page_tokens)
 
 
-def _continue_restored(task: _Task, engine: _Engine, kv: Saver) -> _Run:
+def _continue_restored(task: _Task, engine: GreedyEngine, kv: Saver) -> _Run:
     """Continue the prompt from whatever can be restored of it."""
     started_s = time.perf_counter()
     restoration = kv.restore(task.token_ids)
@@ -531,7 +413,7 @@ def _continue_restored(task: _Task, engine: _Engine, kv: Saver) -> _Run:
     ttft_ms = _since_ms(started_s)
     new = engine.decode(task.token_ids, first, task.new_tokens, restoration.cache)
     pages = restoration.pages_restored
-    digests = _digest_pages(restoration.cache, pages, task.page_tokens)
+    digests = digest_pages(restoration.cache, pages, task.page_tokens)
     sources = {str(tier): count for tier, count in restoration.sources.items()}
     return _Run(ttft_ms, restore_ms, new, digests, pages, sources)
 

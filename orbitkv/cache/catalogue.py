@@ -342,16 +342,19 @@ class Catalogue:
         if nbytes > self.pool.capacity_nbytes - pinned_nbytes:
             return None
         copies: list[Copy] = []
+        evicted = False
         for want in wants:
             offset = self.pool.allocate(want.nbytes)
             while offset is None and self._evict_one(Tier.DRAM):
+                evicted = True
                 offset = self.pool.allocate(want.nbytes)
             if offset is None:  # enough is free, in pieces too small
                 for copy in copies:
                     copy.source = None
                     self._shelves[Tier.DRAM].pinned_nbytes -= copy.nbytes
                     self._free(copy)
-                return None
+                # What was evicted late may have joined what was taken early.
+                return self._allocate_all(wants) if evicted else None
             memory = self.pool.memory[offset : offset + want.nbytes]
             copy = Copy(want.digest, want.generation, Tier.DRAM, offset, want.nbytes, memory)
             copy.source = want.source

@@ -171,6 +171,24 @@ def test_all_wants_are_granted_or_none() -> None:
     asyncio.run(scenario())
 
 
+def test_request_that_fits_never_waits_where_nothing_is_read() -> None:
+    """What is evicted one by one leaves holes beside what was just allocated; then begin anew."""
+
+    async def scenario() -> None:
+        catalogue = opened()
+        await admitted(catalogue, "resident")
+        request = catalogue.reserve_dram(
+            [want("a"), want("b", 3), want("c", 4)], urgent=False, wait_s=0.01
+        )
+        copies = await request
+        assert copies is not None, "the whole pool is free, and the request waits for ever"
+        for copy in copies:
+            catalogue.unpin(copy)
+        assert catalogue.leaks() == []
+
+    asyncio.run(scenario())
+
+
 def test_waiters_are_served_urgent_first_and_each_kind_in_the_order_of_asking() -> None:
     async def scenario() -> None:
         catalogue = opened(blocks=1)

@@ -1,0 +1,187 @@
+"""What every codec speaks of: segments, reasons to store them raw, and its two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from orbitkv.config import MIB
+from orbitkv.objects import PAYLOAD_ALIGN_NBYTES, Bytes, Format, align_up
+from orbitkv.segment import DTYPE_NBYTES, HND, Axis, Role, Slot
+
+MOST_SOURCE_NBYTES = 16 * MIB
+
+Words = npt.NDArray[Any]
+Addresses = npt.NDArray[np.int64]
+
+
+class RawReason(IntEnum):
+    """Why a segment is stored raw. Raw is a result, not an error."""
+
+    CHOSEN = 0
+    SAVES_TOO_LITTLE = 1
+    NONFINITE = 2
+    OUT_OF_RANGE = 3
+    SCALAR_OVERFLOW = 4
+    UNSUPPORTED_DTYPE = 5
+    UNSUPPORTED_LAYOUT = 6
+    OVERSIZED = 7
+    PROTECTED_LAYER = 8
+    OPAQUE_STATE = 9
+    NO_BUDGET = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentSpec:
+    """What the bytes of one slot's segments are: declared, never guessed from their number.
+
+    Attributes:
+        axes: Order of a segment's bytes, row-major, the last one running fastest. In a slot of
+            role ``KV`` the ``dim`` axis holds ``head_dim`` elements of K, then as many of V.
+    """
+
+    dtype: str
+    role: Role
+    tokens: int
+    heads: int
+    head_dim: int
+    axes: tuple[Axis, ...] = HND[1:]
+
+    @classmethod
+    def of(cls, slot: Slot, page_tokens: int) -> Self:
+        """Describe the segments of a registered slot."""
+        return cls(
+            dtype=slot.dtype,
+            role=slot.role,
+            tokens=page_tokens,
+            heads=slot.heads,
+            head_dim=slot.head_dim,
+            axes=tuple(axis for axis in slot.axes if axis is not Axis.PAGE),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Runs along ``dim``: one a token and head."""
+        return self.tokens * self.heads
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of ``head_dim`` elements: two a row where K and V are packed."""
+        return self.rows * (2 if self.role is Role.KV else 1)
+
+    @property
+    def elements(self) -> int:
+        """Elements of a segment."""
+        return self.vectors * self.head_dim
+
+    @property
+    def original_nbytes(self) -> int:
+        """Bytes of a segment as the engine holds it."""
+        return self.elements * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def row_major(self) -> bool:
+        """Whether each axis comes once, ``dim`` last, so that every vector is one run of bytes."""
+        return sorted(self.axes) == sorted(HND[1:]) and self.axes[-1] is Axis.DIM
+
+
+class SegmentCodec(Protocol):
+    """One codec for the segments of one spec. Holds no state; any thread may call it.
+
+    Both directions are pure functions of their bytes, and release the GIL while they work. The
+    ``many`` forms take int64[n] addresses and save the cost of a call for each small segment; that
+    every address is good for the whole length, and stays so, is the caller's word.
+    """
+
+    @property
+    def spec(self) -> SegmentSpec:
+        """What it was bound to."""
+        ...
+
+    @property
+    def format(self) -> Format:
+        """Format of what ``encode`` writes and ``decode`` reads."""
+        ...
+
+    @property
+    def encoded_nbytes(self) -> int:
+        """Length of every payload: it depends on the spec alone."""
+        ...
+
+    def encode(self, words: Words, out: Bytes) -> int | RawReason:
+        """Encode one segment.
+
+        Args:
+            words: The segment's elements, contiguous, host, any shape.
+            out: uint8[encoded_nbytes or more], host. What lies past ``encoded_nbytes`` is left.
+
+        Returns:
+            ``encoded_nbytes``, or why the segment must be raw; ``out`` then holds nothing of use.
+
+        Raises:
+            ValueError: one of them has another length, or is not contiguous.
+        """
+        ...
+
+    def encode_many(self, sources: Addresses, targets: Addresses) -> Mapping[int, RawReason]:
+        """Encode segments. Returns the index and reason of each that must be raw, usually none."""
+        ...
+
+    def decode(self, payload: Bytes, out: Words) -> None:
+        """Decode one payload into ``out``: the segment's elements, contiguous, host, any shape.
+
+        Raises:
+            CorruptObject: the payload has another length than ``encoded_nbytes``, or scalars that
+                no encoder writes. ``out`` then holds nothing of use.
+            ValueError: ``out`` has another length than the segment, or is not contiguous.
+        """
+        ...
+
+    def decode_many(self, sources: Addresses, targets: Addresses) -> None:
+        """Decode payloads whose lengths have been checked.
+
+        Raises:
+            CorruptObject: naming the first payload with scalars that no encoder writes.
+        """
+        ...
+
+
+class Codec(Protocol):
+    """One representation of segments, chosen by name."""
+
+    @property
+    def name(self) -> str:
+        """As ``open_codec`` takes it."""
+        ...
+
+    @property
+    def format(self) -> Format:
+        """Format of what it encodes."""
+        ...
+
+    def bind(self, spec: SegmentSpec) -> SegmentCodec | RawReason:
+        """Make ready for the segments of one slot, which loads kernels or, once, compiles them.
+
+        Returns:
+            The codec for them, or why all of them must be raw.
+        """
+        ...
+
+
+def reason_to_stay_raw(encoded_nbytes: int, original_nbytes: int) -> RawReason | None:
+    """Tell whether a payload of this length is not worth keeping, and why.
+
+    An encoded segment must save 12.5 % of the footprint on 512 B boundaries. Sources over 16 MiB
+    are not encoded.
+    """
+    if original_nbytes > MOST_SOURCE_NBYTES:
+        return RawReason.OVERSIZED
+    footprint_nbytes = align_up(encoded_nbytes, PAYLOAD_ALIGN_NBYTES)
+    if footprint_nbytes * 8 > align_up(original_nbytes, PAYLOAD_ALIGN_NBYTES) * 7:
+        return RawReason.SAVES_TOO_LITTLE
+    return None

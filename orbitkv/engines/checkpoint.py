@@ -1,0 +1,142 @@
+"""A local checkpoint as an engine: loaded without a network, decoding greedily on the CPU.
+
+What the demo and the tests of quality put OrbitKV beside; imports torch and transformers only
+when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from orbitkv.errors import ConfigError
+
+DEFAULT_MODEL = Path(".models/smollm2")
+
+Model = Any  # transformers.PreTrainedModel
+Cache = Any  # transformers.DynamicCache
+
+
+def find_model(path: Path) -> tuple[Path, Path | None]:
+    """Tell a GGUF file from a checkpoint directory; the second of the pair is the GGUF file."""
+    accepted = "a directory with one .gguf file, or with a checkpoint's config.json"
+    if path.is_file() and path.suffix == ".gguf":
+        return path, path
+    if not path.is_dir():
+        how = "; `make model` fetches it" if path == DEFAULT_MODEL else ""
+        raise ConfigError(f"--model {path}: no such directory; accepted: {accepted}{how}")
+    found = sorted(path.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0], found[0]
+    if found:
+        names = ", ".join(file.name for file in found)
+        raise ConfigError(f"--model {path}: {names}; accepted: one .gguf file, named by its path")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"--model {path}: holds neither; accepted: {accepted}")
+    return path, None
+
+
+@contextlib.contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Keep transformers' bars out of ours, and turn whatever a damaged file raises into a line."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"--model {path}: {type(error).__name__}: {first}; "
+            "accepted: a causal language model with its tokenizer that transformers loads"
+        ) from error
+
+
+def _source(path: Path) -> dict[str, Any]:
+    """Arguments that name local files to transformers, and keep it off the network."""
+    if path.is_file():
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    else:
+        where = {"pretrained_model_name_or_path": str(path)}
+    return where | {"local_files_only": True}
+
+
+def tokenize(path: Path, gguf_file: Path | None, text: str) -> tuple[list[int], Any]:
+    """Token ids of a text, and the tokenizer that gives text back."""
+    from transformers import AutoTokenizer
+
+    with _loading(path):
+        tokenizer = AutoTokenizer.from_pretrained(**_source(gguf_file or path))
+        return list(tokenizer(text).input_ids), tokenizer
+
+
+def load_model(path: Path, dtype: str) -> Model:
+    """Load a model for the CPU; a GGUF's weights dequantised, else every forward unpacks them."""
+    import torch
+    import transformers
+
+    options = _source(path) | {"dtype": getattr(torch, dtype)}
+    if path.is_file():
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    loader: Any = transformers.AutoModelForCausalLM
+    with _loading(path):
+        return loader.from_pretrained(**options).eval()
+
+
+class GreedyEngine:
+    """A model that continues prompts greedily, one at a time."""
+
+    def __init__(self, model: Model) -> None:
+        from orbitkv.engines.transformers import cache_keyword
+
+        self.model = model
+        self._cache_keyword = cache_keyword(model)
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._options = {"logits_to_keep": 1} if keeps else {}
+
+    def next_token(self, token_ids: Sequence[int], cache: Cache) -> int:
+        """Compute the tokens that the cache does not hold; return the likeliest next one."""
+        import torch
+
+        with torch.inference_mode():
+            rest = torch.tensor([token_ids[cache.get_seq_length() :]])
+            options = self._options | {self._cache_keyword: cache}
+            return int(self.model(rest, use_cache=True, **options).logits[0, -1].argmax())
+
+    def empty_cache(self) -> Cache:
+        """What a prompt starts with that nothing is known of."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    def decode(
+        self, token_ids: Sequence[int], first: int, new_tokens: int, cache: Cache
+    ) -> list[int]:
+        """Go on after the first new token; return all of them."""
+        grown = [*token_ids, first]
+        while len(grown) < len(token_ids) + new_tokens:
+            grown.append(self.next_token(grown, cache))
+        return grown[len(token_ids) :]
+
+
+def digest_pages(cache: Cache, pages: int, page_tokens: int) -> list[str]:
+    """SHA-256 of each of a cache's first pages, over K and V of all its layers in turn."""
+    import torch
+
+    digests = []
+    for start in range(0, pages * page_tokens, page_tokens):
+        digest = hashlib.sha256()
+        for layer in cache.layers:
+            for tensor in (layer.keys, layer.values):
+                page = tensor[:, :, start : start + page_tokens].contiguous()
+                digest.update(page.view(torch.uint8).numpy())
+        digests.append(digest.hexdigest())
+    return digests
