@@ -7,6 +7,7 @@ A *page* is the engine's allocation unit, a *slot* one layer's K, V or packed KV
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbitkv.errors import DestinationError, GeometryError
-from orbitkv.objects import object_nbytes
+from orbitkv.objects import PAYLOAD_ALIGN_NBYTES, object_nbytes
 
 NAMESPACE_PREFIX = "orbitkv:v2:"
 PAGE_HASH_NBYTES = 32
@@ -289,6 +290,7 @@ class PagedTensors:
         self._owners = dict(tensors)
         self._words: list[Words] = []
         self._runs: list[npt.NDArray[np.uint8] | None] = []
+        self._blocks: dict[tuple[int, ...], npt.NDArray[np.uint8] | None] = {}
         page_counts: dict[int, str] = {}
         for slot in geometry.slots:
             if slot.name not in tensors:
@@ -320,6 +322,18 @@ class PagedTensors:
         """The same as uint8[segment_nbytes], where it is one run of memory; None elsewhere."""
         runs = self._runs[slot_index]
         return None if runs is None else runs[page_index]
+
+    def block(self, slots: tuple[int, ...], page_index: int) -> npt.NDArray[np.uint8] | None:
+        """Several slots of a page as one uint8[slots, segment_nbytes], strided; None elsewhere.
+
+        Engines that keep all layers in one allocation lay them out at even distances; then one
+        call copies a whole page. Segments must fill their 512 B blocks, so that their payloads
+        lie side by side as well.
+        """
+        if slots not in self._blocks:
+            self._blocks[slots] = _as_block([self._runs[slot] for slot in slots])
+        block = self._blocks[slots]
+        return None if block is None else block[page_index]
 
     def check_indices(self, page_indices: Iterable[int], *, distinct: bool) -> None:
         """Check every page index of a request before the first byte moves.
@@ -416,6 +430,25 @@ def _as_runs(pages: Words) -> npt.NDArray[np.uint8] | None:
     return np.lib.stride_tricks.as_strided(
         pages[0].reshape(-1).view(np.uint8), (len(pages), segment_nbytes), (page_stride, 1)
     )
+
+
+def _as_block(
+    runs: Sequence[npt.NDArray[np.uint8] | None],
+) -> npt.NDArray[np.uint8] | None:
+    """View slots that lie at even distances as uint8[page, slot, segment_nbytes]."""
+    first = runs[0]
+    layouts = {(run.shape, run.strides) for run in runs if run is not None}
+    if first is None or any(run is None for run in runs) or len(layouts) != 1:
+        return None
+    starts = [run.ctypes.data for run in runs if run is not None]
+    distances = {after - before for before, after in itertools.pairwise(starts)}
+    if len(distances) > 1 or min(distances, default=0) < 0:
+        return None
+    pages, nbytes = first.shape
+    if nbytes % PAYLOAD_ALIGN_NBYTES:
+        return None
+    strides = (first.strides[0], distances.pop() if distances else nbytes, 1)
+    return np.lib.stride_tricks.as_strided(first, (pages, len(runs), nbytes), strides)
 
 
 def _overlaps(words: Words) -> bool:

@@ -283,6 +283,7 @@ class ValidatedBatch(RestoreBatch):
                 continue
             if decoded is not None and len(decoded[1]) == segment.original_nbytes:
                 segment.format, segment.payload = decoded[0], np.frombuffer(decoded[1], np.uint8)
+                segment.offset = None
 
 
 class DirectReadBatch(RestoreBatch):

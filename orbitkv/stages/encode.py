@@ -8,7 +8,7 @@ import numpy as np
 
 from orbitkv.cache.catalogue import Tier, Want
 from orbitkv.graph import Lanes, Port, Ports
-from orbitkv.objects import Format, Segment, crc32, payload_offsets
+from orbitkv.objects import Bytes, Format, Segment, crc32, payload_offsets
 from orbitkv.segment import PagedTensors
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import EncodedBatch, EncodedObject, PageBatch, SealedBatch
@@ -90,27 +90,35 @@ def _gather(
     places: list[tuple[int, tuple[int, ...]]],
     objects: list[EncodedObject],
 ) -> None:
-    segment_nbytes = tensors.geometry.segment_nbytes
-    offsets_of: dict[tuple[int, ...], list[int]] = {}
+    layouts: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
     for (page_index, slots), entry in zip(places, objects, strict=True):
         assert entry.home
-        assert entry.home.memory is not None
-        offsets = offsets_of.get(slots)
-        if offsets is None:
-            offsets = payload_offsets([segment_nbytes[slot] for slot in slots])
-            offsets_of[slots] = offsets
-        for slot, offset in zip(slots, offsets, strict=True):
-            nbytes = segment_nbytes[slot]
-            payload = entry.home.memory[offset : offset + nbytes]
-            run = tensors.run(slot, page_index)
-            if run is not None:
-                payload[:] = run
-            else:
-                page = tensors.segment(slot, page_index)
-                np.copyto(payload.view(page.dtype).reshape(page.shape), page)
-            entry.segments.append(
-                Segment(Format.RAW, payload, nbytes, crc32=crc32(payload), offset=offset)
-            )
+        home = entry.home.memory
+        assert home is not None
+        layout = layouts.get(slots)
+        if layout is None:
+            lengths = [tensors.geometry.segment_nbytes[slot] for slot in slots]
+            layout = list(zip(slots, payload_offsets(lengths), lengths, strict=True))
+            layouts[slots] = layout
+        block = tensors.block(slots, page_index)
+        if block is not None:
+            _payloads(home, layout[0][1], block)[:] = block
+        for slot, offset, nbytes in layout:
+            payload = home[offset : offset + nbytes]
+            if block is None:
+                run = tensors.run(slot, page_index)
+                if run is not None:
+                    payload[:] = run
+                else:
+                    page = tensors.segment(slot, page_index)
+                    np.copyto(payload.view(page.dtype).reshape(page.shape), page)
+            entry.segments.append(Segment(Format.RAW, payload, nbytes, 0, crc32(payload), offset))
+
+
+def _payloads(image: Bytes, offset: int, block: Bytes) -> Bytes:
+    """The part of an object's image that holds a block's payloads, in the block's shape."""
+    slots, segment_nbytes = block.shape
+    return image[offset : offset + slots * segment_nbytes].reshape(slots, segment_nbytes)
 
 
 def _seal(segments: list[Segment]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from orbitkv.errors import EngineFault
 from orbitkv.graph import Lanes, Port, Ports
-from orbitkv.objects import Segment
+from orbitkv.objects import Bytes, Segment
 from orbitkv.segment import PagedTensors
 from orbitkv.stages.base import Outputs, StageContext, StreamLane
 from orbitkv.stages.batch import DecodedBatch, Destination, PageBatch, PublishBatch
@@ -52,8 +52,8 @@ class PlacePages:
     async def run(self, batch: DecodedBatch, ctx: StageContext) -> Outputs:
         """Place every object of the pages that are not missed."""
         work = [
-            (destination, segments)
-            for (_, destination), segments in zip(batch.items, batch.segments, strict=True)
+            (copy.memory, destination, segments)
+            for (copy, destination), segments in zip(batch.items, batch.segments, strict=True)
             if destination.page_hash not in batch.missed
         ]
         if work:
@@ -62,12 +62,32 @@ class PlacePages:
         return {}
 
 
-def _place(tensors: PagedTensors, work: list[tuple[Destination, list[Segment]]]) -> None:
-    for destination, segments in work:
-        for slot_index, segment in zip(destination.slot_indices, segments, strict=True):
-            run = tensors.run(slot_index, destination.page_index)
+def _place(
+    tensors: PagedTensors, work: list[tuple[Bytes | None, Destination, list[Segment]]]
+) -> None:
+    for image, destination, segments in work:
+        page_index, slots = destination.page_index, destination.slot_indices
+        block = tensors.block(slots, page_index)
+        if block is not None and image is not None:
+            payloads = _adjacent_payloads(image, segments, block.shape[1])
+            if payloads is not None:
+                block[:] = payloads
+                continue
+        for slot_index, segment in zip(slots, segments, strict=True):
+            run = tensors.run(slot_index, page_index)
             if run is not None:
                 run[:] = segment.payload
                 continue
-            page = tensors.segment(slot_index, destination.page_index)
+            page = tensors.segment(slot_index, page_index)
             np.copyto(page, segment.payload.view(page.dtype).reshape(page.shape))
+
+
+def _adjacent_payloads(image: Bytes, segments: list[Segment], nbytes: int) -> Bytes | None:
+    """View an object's payloads as uint8[segment, nbytes] where they lie side by side in it."""
+    start = segments[0].offset
+    if start is None:
+        return None
+    end = start + nbytes * len(segments)
+    if any(s.offset != at for s, at in zip(segments, range(start, end, nbytes), strict=True)):
+        return None
+    return image[start:end].reshape(len(segments), nbytes)
