@@ -45,6 +45,10 @@ class CorruptObject(OrbitError):
     """Stored bytes fail a check of the object format. Always treated as a miss."""
 
 
+class Undecodable(CorruptObject):
+    """Stored bytes stand, but this pipeline cannot turn them into the page that was asked for."""
+
+
 class ShortRead(OrbitError):
     """Fewer bytes came back than the extent holds."""
 

@@ -51,6 +51,7 @@ class Format(IntEnum):
 
 
 USER_FORMATS = range(128, 256)
+_RAW = int(Format.RAW)
 
 
 class RawReason(IntEnum):
@@ -109,12 +110,21 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an object says of itself, after it has been checked."""
+    """What an object says of itself, after it has been checked.
+
+    Attributes:
+        table: The segment table's bytes, as stored.
+    """
 
     generation: int
     total_nbytes: int
     key_digest: bytes
-    rows: tuple[Row, ...]
+    table: bytes
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The segment table."""
+        return tuple(Row._make(fields) for fields in _ROW.iter_unpack(self.table))
 
 
 def object_nbytes(stored_nbytes: Sequence[int]) -> int:
@@ -221,21 +231,21 @@ def read_header(image: Bytes, *, key_digest: bytes | None = None) -> Header:
     _expect("crc32 of header and table", crc32(table, crc32(head)), stored_crc)
     if key_digest is not None:
         _expect("key digest", digest.hex(), key_digest.hex())
-    rows = tuple(Row._make(fields) for fields in _ROW.iter_unpack(table))
     end = table_end
-    for index, row in enumerate(rows):
+    rows = enumerate(_ROW.iter_unpack(table))
+    for index, (kind, _, flags, _, original_nbytes, stored_nbytes, offset) in rows:
         # Each offset follows from the lengths before it, so no two payloads can overlap.
-        if row.offset != align_up(end, PAYLOAD_ALIGN_NBYTES) or row.flags:
-            raise CorruptObject(f"segment {index}: offset {row.offset}, flags {row.flags}")
-        if row.format == Format.RAW and row.stored_nbytes != row.original_nbytes:
+        if offset != -(-end // PAYLOAD_ALIGN_NBYTES) * PAYLOAD_ALIGN_NBYTES or flags:
+            raise CorruptObject(f"segment {index}: offset {offset}, flags {flags}")
+        if kind == _RAW and stored_nbytes != original_nbytes:
             raise CorruptObject(
-                f"segment {index}: raw, {row.stored_nbytes} of {row.original_nbytes} bytes stored"
+                f"segment {index}: raw, {stored_nbytes} of {original_nbytes} bytes stored"
             )
-        if row.original_nbytes > MAX_SEGMENT_NBYTES:
-            raise CorruptObject(f"segment {index}: original_nbytes {row.original_nbytes}")
-        end = row.offset + row.stored_nbytes
+        if original_nbytes > MAX_SEGMENT_NBYTES:
+            raise CorruptObject(f"segment {index}: original_nbytes {original_nbytes}")
+        end = offset + stored_nbytes
     _expect("total_nbytes", total_nbytes, align_up(end, OBJECT_ALIGN_NBYTES))
-    return Header(generation, total_nbytes, digest, rows)
+    return Header(generation, total_nbytes, digest, table)
 
 
 def _expect(field: str, seen: object, wanted: object) -> None:
@@ -246,15 +256,8 @@ def _expect(field: str, seen: object, wanted: object) -> None:
 def read_segments(image: Bytes, header: Header) -> list[Segment]:
     """Return views of the payloads. Their CRCs are those of the table, not yet compared."""
     return [
-        Segment(
-            row.format,
-            image[row.offset : row.offset + row.stored_nbytes],
-            row.original_nbytes,
-            row.raw_reason,
-            row.crc32,
-            row.offset,
-        )
-        for row in header.rows
+        Segment(kind, image[offset : offset + stored], original, reason, crc, offset)
+        for kind, reason, _, crc, original, stored, offset in _ROW.iter_unpack(header.table)
     ]
 
 
@@ -268,17 +271,15 @@ def check_payloads(image: Bytes, header: Header) -> list[Segment]:
         CorruptObject: naming the first segment or gap that differs.
     """
     segments = read_segments(image, header)
-    seen = [crc32(segment.payload) for segment in segments]
-    if seen != [row.crc32 for row in header.rows]:
-        pairs = zip(seen, header.rows, strict=True)
-        index = next(index for index, (crc, row) in enumerate(pairs) if crc != row.crc32)
-        stored = header.rows[index].crc32
-        raise CorruptObject(f"segment {index}: crc32 {seen[index]:08x}; stored {stored:08x}")
-    end = HEADER_NBYTES + ROW_NBYTES * len(segments)
-    for index, row in enumerate(header.rows):
-        if row.offset != end and image[end : row.offset].any():
+    end = HEADER_NBYTES + len(header.table)
+    for index, segment in enumerate(segments):
+        offset, payload = segment.offset or 0, segment.payload
+        seen = crc32(payload)
+        if seen != segment.crc32:
+            raise CorruptObject(f"segment {index}: crc32 {seen:08x}; stored {segment.crc32:08x}")
+        if offset != end and image[end:offset].any():
             raise CorruptObject(f"padding before segment {index} is not zero")
-        end = row.offset + row.stored_nbytes
+        end = offset + payload.nbytes
     if image[end:].any():
         raise CorruptObject("padding after the last segment is not zero")
     return segments

@@ -159,8 +159,12 @@ class _Reader:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may fail in any way
             self.faults.append(f"{where}: stage {name!r} cannot be imported: {error!r}")
             return None
-        if not isinstance(found, type) or not callable(getattr(found, "run", None)):
-            wanted = "a class with inputs, outputs, lanes and run"
+        works = any(
+            all(callable(getattr(found, name, None)) for name in names)
+            for names in (("run",), ("prepare", "run_item"))
+        )
+        if not isinstance(found, type) or not works:
+            wanted = "a class with inputs, outputs, lanes and run, or prepare and run_item"
             self.faults.append(f"{where}: stage {name!r} is {found!r}; accepted: {wanted}")
             return None
         implementation: Any = found

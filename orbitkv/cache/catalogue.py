@@ -319,21 +319,34 @@ class Catalogue:
             assert self.extents
             self.extents.free(copy.offset, copy.nbytes)
 
+    def _inherit(self, ousted: Copy) -> int:
+        """Take over an ousted copy's range as it is, without a way through the free ranges."""
+        self._shelves[ousted.tier].live.remove(ousted)
+        ousted.memory = None
+        return ousted.offset
+
     def _let_source_go(self, copy: Copy) -> None:
         source, copy.source = copy.source, None
         if source is not None:
             self.unpin(source)
 
     def _evict_one(self, tier: Tier) -> bool:
+        """Free the bytes of the copy that has waited longest for a use; False if all are read."""
+        copy = self._oust_one(tier)
+        if copy is not None:
+            self._free(copy)
+        return copy is not None
+
+    def _oust_one(self, tier: Tier) -> Copy | None:
+        """Hide the copy that has waited longest for a use, its bytes not yet freed."""
         shelf = self._shelves[tier]
         for copy in shelf.findable.values():
             if copy.pins == 0:
                 self.counters[f"evicted_{tier}"] += 1
                 copy.hidden = True
                 del shelf.findable[copy.digest]
-                self._free(copy)
-                return True
-        return False
+                return copy
+        return None
 
     def _allocate_all(self, wants: Sequence[Want]) -> list[Copy] | None:
         """Allocate for every want or for none, evicting only where that is enough."""
@@ -345,9 +358,13 @@ class Catalogue:
         evicted = False
         for want in wants:
             offset = self.pool.allocate(want.nbytes)
-            while offset is None and self._evict_one(Tier.DRAM):
+            while offset is None and (ousted := self._oust_one(Tier.DRAM)):
                 evicted = True
-                offset = self.pool.allocate(want.nbytes)
+                if ousted.nbytes == want.nbytes:
+                    offset = self._inherit(ousted)  # as in a steady flow of equal pages
+                else:
+                    self._free(ousted)
+                    offset = self.pool.allocate(want.nbytes)
             if offset is None:  # enough is free, in pieces too small
                 for copy in copies:
                     copy.source = None

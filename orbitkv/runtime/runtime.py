@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,10 +16,27 @@ import structlog
 from orbitkv.cache.budget import Budget
 from orbitkv.cache.catalogue import Catalogue
 from orbitkv.config import Config
-from orbitkv.errors import Cancelled, Closed, Dropped, OrbitError, StageFault, Unavailable
+from orbitkv.errors import (
+    Cancelled,
+    Closed,
+    CorruptObject,
+    Dropped,
+    OrbitError,
+    StageFault,
+    Unavailable,
+)
 from orbitkv.graph import Edge, Graph, Node
 from orbitkv.runtime.channel import Channel, ChannelStatistics, Inbox
-from orbitkv.stages.base import Batch, Lane, Outputs, Stage, StageContext, unavailable_reason
+from orbitkv.stages.base import (
+    Batch,
+    ItemBatch,
+    ItemStage,
+    Lane,
+    Outputs,
+    Stage,
+    StageContext,
+    unavailable_reason,
+)
 
 
 class OwnedLane(Lane, Protocol):
@@ -66,7 +84,7 @@ class BoundNode:
     """A node with its lane, its stages, and the channels of its edges."""
 
     node: Node
-    stages: tuple[Stage, ...]
+    steps: tuple[Stage | tuple[ItemStage, ...], ...]
     ctx: StageContext
     inputs: Inbox[Batch]
     outputs: Mapping[str, Channel[Batch]]
@@ -95,14 +113,20 @@ class BoundNode:
         started_s = time.perf_counter()
         outputs: Outputs = {"in": batch}
         try:
-            for stage in self.stages:
+            for step in self.steps:
                 if not outputs:
                     return {}  # the stage before ended the batch itself
                 (batch,) = outputs.values()
                 if batch.part is not None and batch.part.ticket.cancelled:
                     batch.abandon(Cancelled("the request was cancelled"))
                     return {}
-                outputs = await stage.run(batch, self.ctx)
+                if not isinstance(step, tuple):
+                    outputs = await step.run(batch, self.ctx)
+                    continue
+                for stage in step:
+                    outputs = await stage.prepare(batch, self.ctx)
+                    (batch,) = outputs.values()
+                await self._run_items(step, batch)
         except OrbitError as error:
             self.failed += 1
             batch.abandon(error)
@@ -114,6 +138,13 @@ class BoundNode:
             self.batches += 1
             self.busy_s += time.perf_counter() - started_s
         return outputs
+
+    async def _run_items(self, stages: tuple[ItemStage, ...], batch: Any) -> None:  # noqa: ANN401
+        """Run neighbouring item stages as one on the lane; ``batch`` is an ``ItemBatch``."""
+        if batch.units():
+            faults = await self.ctx.lane.run(run_items, stages, batch)
+            if faults:
+                batch.reject(faults, self.ctx.log)
 
     async def emit(self, outputs: Outputs) -> None:
         """Send on, edge by edge. Only here does a node feel that the next one is slow."""
@@ -129,6 +160,28 @@ class BoundNode:
             for batch in rest.values():
                 batch.abandon(self.stopping.explain(self.node, error))
             raise
+
+
+def run_items(stages: tuple[ItemStage, ...], batch: ItemBatch) -> dict[int, CorruptObject]:
+    """Run all stages on each unit of a batch in turn; return the items that one of them refused."""
+    faults = {}
+    for unit in batch.units():
+        for stage, index in itertools.product(stages, unit):
+            try:
+                stage.run_item(batch, index)
+            except CorruptObject as error:
+                faults[index] = error
+                break
+    return faults
+
+
+def group_steps(stages: Sequence[Stage | ItemStage]) -> tuple[Stage | tuple[ItemStage, ...], ...]:
+    """Put neighbouring item stages together, to be run as one."""
+    steps: list[Stage | tuple[ItemStage, ...]] = []
+    for fused, group in itertools.groupby(stages, key=lambda stage: isinstance(stage, ItemStage)):
+        members: list[Any] = list(group)
+        steps += [tuple(members)] if fused else members
+    return tuple(steps)
 
 
 async def run_node(bound: BoundNode) -> None:
@@ -277,8 +330,10 @@ class Runtime:
             live_outputs=frozenset(outputs),
             log=self._log.bind(node=node.id),
         )
-        stages = tuple(_instantiate(use.implementation, use.options) for use in node.stages)
-        return BoundNode(node, stages, ctx, Inbox(tuple(inputs)), outputs, self._stopping)
+        stages = [_instantiate(use.implementation, use.options) for use in node.stages]
+        return BoundNode(
+            node, group_steps(stages), ctx, Inbox(tuple(inputs)), outputs, self._stopping
+        )
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
@@ -384,7 +439,7 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def _instantiate(implementation: type[Any] | None, options: Mapping[str, Any]) -> Stage:
+def _instantiate(implementation: type[Any] | None, options: Mapping[str, Any]) -> Stage | ItemStage:
     assert implementation is not None, "a checked graph has resolved stages"
-    stage: Stage = implementation(**options)
+    stage: Stage | ItemStage = implementation(**options)
     return stage

@@ -11,7 +11,7 @@ import structlog
 from orbitkv.cache.budget import Budget
 from orbitkv.cache.catalogue import Catalogue
 from orbitkv.config import Config
-from orbitkv.errors import OrbitError
+from orbitkv.errors import CorruptObject, OrbitError
 from orbitkv.graph import Lanes, Node, Ports
 from orbitkv.objects import Bytes
 from orbitkv.stages.ticket import Part
@@ -122,6 +122,45 @@ class Stage(Protocol):
         """Take over ``batch``, and return what goes on.
 
         On an OrbitError the runtime abandons ``batch``; whatever the stage took itself, it frees.
+        """
+        ...
+
+
+class ItemBatch(Batch, Protocol):
+    """A batch whose items can be worked on one after the other."""
+
+    def units(self) -> Sequence[Sequence[int]]:
+        """Indices of the items, those together that stand or fall together."""
+        ...
+
+    def reject(
+        self, faults: Mapping[int, CorruptObject], log: structlog.stdlib.BoundLogger
+    ) -> None:
+        """Go on without the items that an item stage refused, by index."""
+        ...
+
+
+@runtime_checkable
+class ItemStage(Protocol):
+    """A stage whose work is done item by item, on the lane's thread.
+
+    A node runs neighbouring item stages as one: all of them on the first item, then all on the
+    next. So what one of them has read or written is still in the cache for the one after it.
+    """
+
+    inputs: ClassVar[Ports]
+    outputs: ClassVar[Ports]
+    lanes: ClassVar[Lanes]
+
+    async def prepare(self, batch: Any, ctx: StageContext) -> Outputs:  # noqa: ANN401 - its port's
+        """On the loop, before any item: take over ``batch``, and what its items will need."""
+        ...
+
+    def run_item(self, batch: Any, index: int) -> None:  # noqa: ANN401 - its port's type
+        """On the lane: do the work on one item of what the last ``prepare`` returned.
+
+        Raises:
+            CorruptObject: to go on without this item. Any other OrbitError ends the batch.
         """
         ...
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+import structlog
 
 from orbitkv.cache.budget import Lease
 from orbitkv.cache.catalogue import Catalogue, Copy
-from orbitkv.errors import CorruptObject, OrbitError
+from orbitkv.errors import CorruptObject, OrbitError, Undecodable
 from orbitkv.objects import (
     PAYLOAD_ALIGN_NBYTES,
     RawReason,
@@ -67,13 +68,17 @@ class EncodedObject:
     """One object inside C, and on its way to D.
 
     Attributes:
+        page_index, slots: Where its segments lie in the engine's pages.
+        segments: What is stored of it; empty before ``encode``.
         home: Pool memory that its raw segments lie in already, at their places: hidden, and
-            pinned until the batch ends. None where the object is resident already.
+            pinned until the batch ends.
     """
 
     key: StateKey
-    segments: list[Segment]
-    home: Copy | None
+    page_index: int
+    slots: tuple[int, ...]
+    home: Copy
+    segments: list[Segment] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,13 +91,25 @@ class EncodedBatch:
 
     part: Part
     catalogue: Catalogue
+    tensors: PagedTensors
     objects: list[EncodedObject]
     lease: Lease | None
+
+    def units(self) -> Sequence[Sequence[int]]:
+        """Each object by itself."""
+        return [(index,) for index in range(len(self.objects))]
 
     @property
     def nbytes(self) -> int:
         """Pool memory that the batch keeps until D has admitted or freed it."""
-        return sum(entry.home.nbytes for entry in self.objects if entry.home)
+        return sum(entry.home.nbytes for entry in self.objects)
+
+    def reject(
+        self, faults: Mapping[int, CorruptObject], log: structlog.stdlib.BoundLogger
+    ) -> None:
+        """A save has no items to spare: the first fault ends it."""
+        del log
+        raise next(iter(faults.values()))
 
     def recode(self, encode: Recode) -> None:
         """Change the representation of segments; the CRC of a changed one is to be made anew.
@@ -116,8 +133,7 @@ class EncodedBatch:
     def release(self) -> None:
         """Give up all pool memory that was not admitted, and the budget."""
         for entry in self.objects:
-            if entry.home:
-                self.catalogue.unpin(entry.home)
+            self.catalogue.unpin(entry.home)
         self.objects = []
         if self.lease:
             self.lease.release()
@@ -203,8 +219,9 @@ class RestoreBatch:
     Attributes:
         tensors: The instance's registered pages.
         items: (pinned copy, destination).
-        segments: Of each item, once they have been validated.
+        segments: Of each item; empty before they have been validated.
         missed: Hashes that turned out not to be restorable; the rest goes on without them.
+        placed: The decoder has written to the pages already.
     """
 
     part: Part
@@ -213,6 +230,18 @@ class RestoreBatch:
     items: list[tuple[Copy, Destination]]
     segments: list[list[Segment]] = field(default_factory=list)
     missed: set[bytes] = field(default_factory=set)
+    placed: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            self.segments = [[] for _ in self.items]
+
+    def units(self) -> Sequence[Sequence[int]]:
+        """The objects of each page together: a page is restored whole, or not touched."""
+        pages: dict[bytes, list[int]] = {}
+        for index, (_, destination) in enumerate(self.items):
+            pages.setdefault(destination.page_hash, []).append(index)
+        return list(pages.values())
 
     @property
     def nbytes(self) -> int:
@@ -222,8 +251,40 @@ class RestoreBatch:
     def become(self, station: type[R]) -> R:
         """Hand everything over to the batch of the next station."""
         return station(
-            self.part, self.catalogue, self.tensors, self.items, self.segments, self.missed
+            self.part,
+            self.catalogue,
+            self.tensors,
+            self.items,
+            self.segments,
+            self.missed,
+            self.placed,
         )
+
+    def reject(
+        self, faults: Mapping[int, CorruptObject], log: structlog.stdlib.BoundLogger
+    ) -> None:
+        """Go on without objects that failed a check: their pages are misses.
+
+        What failed is hidden: a corrupt generation at once, and one that cannot be decoded here
+        in every tier, so that neither keeps a new save from replacing it.
+        """
+        for index, fault in faults.items():
+            copy, destination = self.items[index]
+            log.warning("object_refused", generation=copy.generation, fault=str(fault))
+            if isinstance(fault, Undecodable):
+                self.catalogue.counters["undecodable"] += 1
+                self.catalogue.hide_everywhere(copy.digest)
+            else:
+                self.catalogue.hide_corrupt(copy.source or copy)
+            self.miss(copy, destination)
+        kept = []
+        for index, (copy, destination) in enumerate(self.items):
+            if destination.page_hash not in self.missed:
+                kept.append(index)
+            elif index not in faults:
+                self.catalogue.unpin(copy)  # another object of its page failed
+        self.segments = [self.segments[index] for index in kept]
+        self.items = [self.items[index] for index in kept]
 
     def miss(self, copy: Copy, destination: Destination) -> None:
         """Leave one object out: its page is a miss, and its pin is given back."""

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from orbitkv.errors import CorruptObject
+from orbitkv.errors import Undecodable
 from orbitkv.graph import Lanes, Port, Ports
-from orbitkv.objects import Format, Segment
+from orbitkv.objects import Format
 from orbitkv.stages.base import Outputs, StageContext
-from orbitkv.stages.batch import (
-    DecodedBatch,
-    Destination,
-    ResidentBatch,
-    UploadedBatch,
-    ValidatedBatch,
-)
-from orbitkv.stages.dram import check_each
+from orbitkv.stages.batch import DecodedBatch, ResidentBatch, UploadedBatch, ValidatedBatch
+from orbitkv.stages.dram import check_object
+from orbitkv.stages.engine import place_object
 
 
 class Upload:
@@ -29,13 +24,14 @@ class Upload:
     outputs: ClassVar[Ports] = {"out": Port(UploadedBatch)}
     lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
-    async def run(self, batch: ResidentBatch, ctx: StageContext) -> Outputs:  # noqa: ARG002
+    async def run(self, batch: ResidentBatch, ctx: StageContext) -> Outputs:
         """Nothing has to move on a host."""
+        del ctx
         return {"out": batch.become(UploadedBatch)}
 
 
 class Validate:
-    """Check header, table, lengths, CRCs and padding of every object before any is decoded.
+    """Check header, table, lengths, CRCs and padding of each object before it is decoded.
 
     In:  ``UploadedBatch``.
     Out: ``ValidatedBatch``. A corrupt object is hidden, and its page left out as a miss.
@@ -45,59 +41,49 @@ class Validate:
     outputs: ClassVar[Ports] = {"out": Port(ValidatedBatch)}
     lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
-    async def run(self, batch: UploadedBatch, ctx: StageContext) -> Outputs:
-        """Check on the lane."""
-        copies = [copy for copy, _ in batch.items]
-        checked = await ctx.lane.run(check_each, copies) if copies else []
-        items, segments = [], []
-        for (copy, destination), result in zip(batch.items, checked, strict=True):
-            if isinstance(result, CorruptObject):
-                ctx.log.warning("object_corrupt", generation=copy.generation, fault=str(result))
-                ctx.catalogue.hide_corrupt(copy)
-                batch.miss(copy, destination)
-            else:
-                items.append((copy, destination))
-                segments.append(result)
-        batch.items, batch.segments = items, segments
+    async def prepare(self, batch: UploadedBatch, ctx: StageContext) -> Outputs:
+        """Hand the batch over as it is."""
+        del ctx
         return {"out": batch.become(ValidatedBatch)}
+
+    def run_item(self, batch: ValidatedBatch, index: int) -> None:
+        """Check one object."""
+        copy, destination = batch.items[index]
+        segments = check_object(copy)
+        geometry = batch.tensors.geometry
+        wanted = [geometry.segment_nbytes[slot] for slot in destination.slot_indices]
+        seen = [segment.original_nbytes for segment in segments]
+        if seen != wanted:
+            raise Undecodable(f"segments of {seen} bytes; accepted: {wanted}")
+        batch.segments[index] = segments
 
 
 class Decode:
-    """Give segments back the engine's representation: here, raw segments are there already.
+    """Give each object's segments back to the engine's representation, in the engine's page.
+
+    On a host a decoder writes where the engine will read, as soon as an object stands: a second
+    pass over the bytes would cost as much as the first.
 
     In:  ``ValidatedBatch``.
-    Out: ``DecodedBatch``. An object with a segment that this pipeline cannot undo, or of another
-         length than its destination, is a miss of its page, and hidden: of no use here, it must
-         not keep a new save from replacing it.
+    Out: ``DecodedBatch``. An object with a segment that this pipeline cannot undo is a miss of
+         its page, and hidden: of no use here, it must not keep a new save from replacing it.
     """
 
     inputs: ClassVar[Ports] = {"in": Port(ValidatedBatch)}
     outputs: ClassVar[Ports] = {"out": Port(DecodedBatch)}
     lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
-    async def run(self, batch: ValidatedBatch, ctx: StageContext) -> Outputs:
-        """Raw segments need no work, so nothing leaves the loop."""
-        items, segments = [], []
-        for (copy, destination), decoded in zip(batch.items, batch.segments, strict=True):
-            if fault := _unplaceable(batch, destination, decoded):
-                ctx.log.warning("object_undecodable", generation=copy.generation, fault=fault)
-                ctx.catalogue.counters["undecodable"] += 1
-                ctx.catalogue.hide_everywhere(copy.digest)
-                batch.miss(copy, destination)
-            else:
-                items.append((copy, destination))
-                segments.append(decoded)
-        batch.items, batch.segments = items, segments
-        return {"out": batch.become(DecodedBatch)}
+    async def prepare(self, batch: ValidatedBatch, ctx: StageContext) -> Outputs:
+        """Hand the batch over; from here on its pages are being written."""
+        del ctx
+        decoded = batch.become(DecodedBatch)
+        decoded.placed = True
+        return {"out": decoded}
 
-
-def _unplaceable(
-    batch: ValidatedBatch, destination: Destination, segments: list[Segment]
-) -> str | None:
-    geometry = batch.tensors.geometry
-    wanted = [geometry.segment_nbytes[index] for index in destination.slot_indices]
-    seen = [segment.payload.nbytes for segment in segments]
-    unknown = {segment.format for segment in segments} - {Format.RAW}
-    if unknown:
-        return f"format {', '.join(map(str, sorted(unknown)))}; this pipeline decodes raw"
-    return None if seen == wanted else f"segments of {seen} bytes; accepted: {wanted}"
+    def run_item(self, batch: DecodedBatch, index: int) -> None:
+        """Place one object's raw segments."""
+        unknown = {segment.format for segment in batch.segments[index]} - {Format.RAW}
+        if unknown:
+            formats = ", ".join(map(str, sorted(unknown)))
+            raise Undecodable(f"format {formats}; this pipeline decodes raw")
+        place_object(batch, index)

@@ -41,7 +41,6 @@ class StoreDram:
         lengths = await ctx.lane.run(_complete, batch.objects) if batch.objects else []
         admitted = []
         for entry, nbytes in zip(batch.objects, lengths, strict=True):
-            assert entry.home
             catalogue.shrink(entry.home, nbytes)
             if catalogue.admit(entry.home):
                 admitted.append(entry.home)
@@ -75,30 +74,18 @@ class ServeDram:
     async def run(self, batch: FetchBatch | LoadedBatch, ctx: StageContext) -> Outputs:
         """Check on the lane, admit on the loop."""
         if isinstance(batch, LoadedBatch):
-            await self._admit(batch, ctx)
+            faults = await ctx.lane.run(_find_faults, batch)
+            batch.reject(faults, ctx.log)
+            for copy, _ in batch.items:
+                ctx.catalogue.admit(copy)
         for copy, _ in batch.items:
             ctx.catalogue.touch(copy)
         return {"out": batch.become(ResidentBatch)}
-
-    async def _admit(self, batch: LoadedBatch, ctx: StageContext) -> None:
-        checked = await ctx.lane.run(check_each, [copy for copy, _ in batch.items])
-        standing = []
-        for (copy, destination), result in zip(batch.items, checked, strict=True):
-            if isinstance(result, CorruptObject):
-                assert copy.source
-                ctx.log.warning("object_corrupt", generation=copy.generation, fault=str(result))
-                ctx.catalogue.hide_corrupt(copy.source)
-                batch.miss(copy, destination)
-            else:
-                ctx.catalogue.admit(copy)
-                standing.append((copy, destination))
-        batch.items = standing
 
 
 def _complete(objects: list[EncodedObject]) -> list[int]:
     lengths = []
     for entry in objects:
-        assert entry.home
         assert entry.home.memory is not None
         lengths.append(
             write_object(
@@ -124,12 +111,11 @@ def check_object(copy: Copy) -> list[Segment]:
     return check_payloads(copy.memory, header)
 
 
-def check_each(copies: list[Copy]) -> list[list[Segment] | CorruptObject]:
-    """Check many copies; one that is corrupt does not keep the others from being checked."""
-    results: list[list[Segment] | CorruptObject] = []
-    for copy in copies:
+def _find_faults(batch: LoadedBatch) -> dict[int, CorruptObject]:
+    faults = {}
+    for index, (copy, _) in enumerate(batch.items):
         try:
-            results.append(check_object(copy))
+            check_object(copy)
         except CorruptObject as error:
-            results.append(error)
-    return results
+            faults[index] = error
+    return faults

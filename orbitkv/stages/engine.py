@@ -9,9 +9,8 @@ import numpy as np
 from orbitkv.errors import EngineFault
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Bytes, Segment
-from orbitkv.segment import PagedTensors
 from orbitkv.stages.base import Outputs, StageContext, StreamLane
-from orbitkv.stages.batch import DecodedBatch, Destination, PageBatch, PublishBatch
+from orbitkv.stages.batch import DecodedBatch, PageBatch, PublishBatch
 
 
 class GatherPages:
@@ -39,9 +38,9 @@ class GatherPages:
 
 
 class PlacePages:
-    """Copy decoded segments into the pages they were asked for.
+    """Hand restored pages to the engine.
 
-    In:  ``DecodedBatch``: raw segments, host.
+    In:  ``DecodedBatch``: raw segments, host; mostly in their pages already.
     Out: nothing. The pages hold the saved bytes when the part is settled.
     """
 
@@ -50,35 +49,34 @@ class PlacePages:
     lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: DecodedBatch, ctx: StageContext) -> Outputs:
-        """Place every object of the pages that are not missed."""
-        work = [
-            (copy.memory, destination, segments)
-            for (copy, destination), segments in zip(batch.items, batch.segments, strict=True)
-            if destination.page_hash not in batch.missed
-        ]
-        if work:
-            await ctx.lane.run(_place, batch.tensors, work)
+        """Place what a decoder of the user's own left where it was; then settle."""
+        if not batch.placed and batch.items:
+            await ctx.lane.run(_place_all, batch)
         batch.settle()
         return {}
 
 
-def _place(
-    tensors: PagedTensors, work: list[tuple[Bytes | None, Destination, list[Segment]]]
-) -> None:
-    for image, destination, segments in work:
-        page_index, slots = destination.page_index, destination.slot_indices
-        block = tensors.block(slots, page_index)
-        if block is not None and image is not None:
-            payloads = _adjacent_payloads(image, segments, block.shape[1])
-            if payloads is not None:
-                block[:] = payloads
-                continue
-        for slot_index, segment in zip(slots, segments, strict=True):
-            run = tensors.run(slot_index, page_index)
-            if run is not None:
-                run[:] = segment.payload
-                continue
-            page = tensors.segment(slot_index, page_index)
+def _place_all(batch: DecodedBatch) -> None:
+    for index in range(len(batch.items)):
+        place_object(batch, index)
+
+
+def place_object(batch: DecodedBatch, index: int) -> None:
+    """Copy one object's raw segments into its page, all at once where their layouts allow it."""
+    (copy, destination), segments = batch.items[index], batch.segments[index]
+    tensors, page_index = batch.tensors, destination.page_index
+    block = tensors.block(destination.slot_indices, page_index)
+    if block is not None and copy.memory is not None:
+        payloads = _adjacent_payloads(copy.memory, segments, block.shape[1])
+        if payloads is not None:
+            block[:] = payloads
+            return
+    for slot, segment in zip(destination.slot_indices, segments, strict=True):
+        run = tensors.run(slot, page_index)
+        if run is not None:
+            run[:] = segment.payload
+        else:
+            page = tensors.segment(slot, page_index)
             np.copyto(page, segment.payload.view(page.dtype).reshape(page.shape))
 
 

@@ -32,7 +32,7 @@ class Restored:
 
     Attributes:
         restored: Hashes whose pages hold the saved bytes.
-        missed: Hashes whose pages must be recomputed; their destinations are untouched.
+        missed: Hashes whose pages must be recomputed, whatever their destinations hold now.
     """
 
     restored: tuple[bytes, ...]

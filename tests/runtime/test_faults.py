@@ -577,7 +577,7 @@ def test_cancel_while_pages_are_placed_is_told_only_when_the_last_is(
 
     def hold_the_last() -> None:
         calls.append("call")
-        if lanes.seen["stream:restore"][-1] == "_place":
+        if lanes.seen["stream:restore"][-1] == "run_items":
             gate.pass_through()
 
     lanes.before["stream:restore"] = hold_the_last
