@@ -139,8 +139,9 @@ def payload_offsets(stored_nbytes: Sequence[int]) -> list[int]:
     offsets = []
     end = HEADER_NBYTES + ROW_NBYTES * len(stored_nbytes)
     for nbytes in stored_nbytes:
-        offsets.append(align_up(end, PAYLOAD_ALIGN_NBYTES))
-        end = offsets[-1] + nbytes
+        offset = -(-end // PAYLOAD_ALIGN_NBYTES) * PAYLOAD_ALIGN_NBYTES
+        offsets.append(offset)
+        end = offset + nbytes
     return offsets
 
 

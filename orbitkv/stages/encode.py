@@ -12,6 +12,8 @@ from orbitkv.objects import Bytes, Format, Segment, crc32
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import EncodedBatch, EncodedObject, PageBatch, SealedBatch
 
+_RAW = int(Format.RAW)
+
 
 class Encode:
     """Bring every segment into the form in which it will be stored: here, its original bytes.
@@ -60,6 +62,7 @@ class Encode:
         home, page_index = entry.home.memory, entry.page_index
         assert home is not None
         layout = tensors.geometry.layouts[entry.key.group]
+        segments = entry.segments
         block = tensors.block(entry.slots, page_index)
         if block is not None:
             _payloads(home, layout[0][1], block)[:] = block
@@ -72,7 +75,7 @@ class Encode:
                 else:
                     page = tensors.segment(slot, page_index)
                     np.copyto(payload.view(page.dtype).reshape(page.shape), page)
-            entry.segments.append(Segment(Format.RAW, payload, nbytes, offset=offset))
+            segments.append(Segment(_RAW, payload, nbytes, 0, None, offset))
 
 
 class Crc32:
