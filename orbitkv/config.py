@@ -20,7 +20,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNIT_NBYTES |= dict.fromkeys((_letter, f"{_letter}b", f"{_letter}ib"), 2 ** (10 * _power))
 _SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([a-zA-Z]*)\s*", re.ASCII)
 _MOST_NBYTES = 2**63 - 1
-_STORAGE_CODECS = ("none",)
+STORAGE_CODECS = ("none", "fp8", "turboquant-4", "turboquant-3", "ans")
 
 
 def parse_nbytes(text: str | int, *, setting: str) -> int:
@@ -65,7 +65,8 @@ class Config:
             silently becomes another.
         ssd_persist: Leave the SSD file and its index behind at ``close``, and read them back at
             the next start. Off: the file is removed.
-        storage_codec: Representation of stored segments.
+        storage_codec: Representation of stored segments; ``docs/codecs.md`` says what each does.
+        rotation_seed: Of TurboQuant's signs, 0 to 2**64 - 1.
         storage_codec_budget_nbytes: Most workspace that one lane's batch may pin.
         save_pipeline, restore_pipeline: A packaged name, or the path of a definition.
         lock_memory: Lock the pool into RAM where the memlock limit allows.
@@ -78,6 +79,7 @@ class Config:
     ssd_backend: SsdBackend = "auto"
     ssd_persist: bool = False
     storage_codec: str = "none"
+    rotation_seed: int = 0
     storage_codec_budget_nbytes: int = 64 * MIB
     save_pipeline: str = "save"
     restore_pipeline: str = "restore"
@@ -92,8 +94,8 @@ class Config:
         if self.ssd_backend not in get_args(SsdBackend):
             accepted = ", ".join(get_args(SsdBackend))
             raise ConfigError(f"ssd_backend: {self.ssd_backend!r}; accepted: {accepted}")
-        if self.storage_codec not in _STORAGE_CODECS:
-            accepted = ", ".join(_STORAGE_CODECS)
+        if self.storage_codec not in STORAGE_CODECS:
+            accepted = ", ".join(STORAGE_CODECS)
             raise ConfigError(f"storage_codec: {self.storage_codec!r}; accepted: {accepted}")
         if not self.pool_wait_s >= 0:  # also refuses NaN
             raise ConfigError(f"pool_wait_s: {self.pool_wait_s}; accepted: zero or more seconds")

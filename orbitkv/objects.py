@@ -59,6 +59,15 @@ class RawReason(IntEnum):
 
     CHOSEN = 0
     SAVES_TOO_LITTLE = 1
+    NONFINITE = 2
+    OUT_OF_RANGE = 3
+    SCALAR_OVERFLOW = 4
+    UNSUPPORTED_DTYPE = 5
+    UNSUPPORTED_LAYOUT = 6
+    OVERSIZED = 7
+    PROTECTED_LAYER = 8
+    OPAQUE_STATE = 9
+    NO_BUDGET = 10
 
 
 # CRC-32 of IEEE 802.3, equal to ``zlib.crc32``; releases the GIL. Bound as it is: a call through a

@@ -130,6 +130,14 @@ class Geometry:
             elif slot.axes[-1] is not Axis.DIM:
                 yield f"{where}: last axis is {slot.axes[-1]}; accepted: dim"
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once: a hash over all slots at every look-up would cost more than the look-up."""
+        return hash((self.page_tokens, self.slots))
+
     @cached_property
     def groups(self) -> Mapping[str, tuple[int, ...]]:
         """Indices of the slots of each state group, in order of declaration."""
@@ -331,6 +339,12 @@ class PagedTensors:
         """The same as uint8[segment_nbytes], where it is one run of memory; None elsewhere."""
         runs = self._runs[slot_index]
         return None if runs is None else runs[page_index]
+
+    def address(self, slot_index: int, page_index: int) -> int:
+        """Where one page's part of a slot begins; good for a run only."""
+        words = self._words[slot_index]
+        start, stride = words.ctypes.data, words.strides[0]
+        return start + page_index * stride
 
     def block(self, slots: tuple[int, ...], page_index: int) -> npt.NDArray[np.uint8] | None:
         """Several slots of a page as one uint8[slots, segment_nbytes], strided; None elsewhere.

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from orbitkv.codecs.base import (
     Addresses,
     Codec,
-    RawReason,
     SegmentCodec,
     SegmentSpec,
     reason_to_stay_raw,
 )
 from orbitkv.codecs.raw import RawCodec, copy_with_crc32
 from orbitkv.errors import ConfigError, Unavailable
+from orbitkv.objects import RawReason
 
 HOST_CODECS = ("none", "fp8", "turboquant-4", "turboquant-3")
 

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from orbitkv.config import MIB
-from orbitkv.objects import PAYLOAD_ALIGN_NBYTES, Bytes, Format, align_up
+from orbitkv.objects import PAYLOAD_ALIGN_NBYTES, Bytes, Format, RawReason, align_up
 from orbitkv.segment import DTYPE_NBYTES, HND, Axis, Role, Slot
 
 MOST_SOURCE_NBYTES = 16 * MIB
 
 Words = npt.NDArray[Any]
 Addresses = npt.NDArray[np.int64]
-
-
-class RawReason(IntEnum):
-    """Why a segment is stored raw. Raw is a result, not an error."""
-
-    CHOSEN = 0
-    SAVES_TOO_LITTLE = 1
-    NONFINITE = 2
-    OUT_OF_RANGE = 3
-    SCALAR_OVERFLOW = 4
-    UNSUPPORTED_DTYPE = 5
-    UNSUPPORTED_LAYOUT = 6
-    OVERSIZED = 7
-    PROTECTED_LAYER = 8
-    OPAQUE_STATE = 9
-    NO_BUDGET = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +145,16 @@ class Codec(Protocol):
     @property
     def format(self) -> Format:
         """Format of what it encodes."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """All that decides the bytes: name, version, seed. A part of the namespace."""
+        ...
+
+    @property
+    def protects_layers(self) -> bool:
+        """Whether the outer layers of a pipeline stage are to stay exact."""
         ...
 
     def bind(self, spec: SegmentSpec) -> SegmentCodec | RawReason:

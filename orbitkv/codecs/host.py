@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from orbitkv.codecs import cpu, tables
-from orbitkv.codecs.base import Addresses, RawReason, SegmentSpec, Words
+from orbitkv.codecs.base import Addresses, SegmentSpec, Words
 from orbitkv.codecs.raw import address_of, check_payload, check_room, check_segment
 from orbitkv.errors import CorruptObject
-from orbitkv.objects import Bytes, Format
+from orbitkv.objects import Bytes, Format, RawReason
 from orbitkv.segment import Role
 
 HEAD_DIMS = (32, 64, 128, 256)
@@ -107,7 +107,9 @@ class Fp8Codec:
 
     on_compile: Callable[[str], None]
     name = "fp8"
+    identity = "fp8"
     format = Format.FP8_E4M3FN
+    protects_layers = False
 
     def bind(self, spec: SegmentSpec) -> Fp8Segments | RawReason:
         """Take bfloat16 and float16."""
@@ -138,8 +140,11 @@ class Fp8Segments(_Segments):
 class TurboQuantCodec:
     """K: norm, signs, Walsh-Hadamard, Lloyd-Max. V: uniform in each vector's range."""
 
+    protects_layers = True
+
     def __init__(self, name: str, rotation_seed: int, on_compile: Callable[[str], None]) -> None:
         self.name = name
+        self.identity = f"{name}, signs {tables.SIGNS_VERSION}, seed {rotation_seed}"
         self.bits = int(name.removeprefix("turboquant-"))
         self.format = _FORMATS[self.bits]
         self.rotation_seed = rotation_seed

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orbitkv.codecs.base import Addresses, RawReason, SegmentSpec, Words
+from orbitkv.codecs.base import Addresses, SegmentSpec, Words
 from orbitkv.errors import CorruptObject
-from orbitkv.objects import Bytes, Format, crc32
+from orbitkv.objects import Bytes, Format, RawReason, crc32
 
 _STEP_NBYTES = 2**19  # stays in the second level cache between copy and CRC
 
@@ -80,7 +80,9 @@ class RawCodec:
     """Keeps segments as they are."""
 
     name = "none"
+    identity = "none"
     format = Format.RAW
+    protects_layers = False
 
     def bind(self, spec: SegmentSpec) -> RawSegments:
         """Take segments of any kind."""

@@ -16,6 +16,8 @@ import structlog
 from orbitkv.cache.catalogue import Catalogue, Copy, Tier
 from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
+from orbitkv.codecs import open_codec
+from orbitkv.codecs.slots import SlotCodecs, bind_slots
 from orbitkv.config import MIB, Config
 from orbitkv.errors import (
     Cancelled,
@@ -168,6 +170,7 @@ class Core:
         self._instances: set[Instance] = set()
         self._leases: set[PrefixLease] = set()
         self._feeding: set[asyncio.Task[None]] = set()
+        self._bound: dict[Geometry, SlotCodecs] = {}
         self._io_lanes: list[RingLane | PreadLane] = []
         self._log = _logger()
 
@@ -178,6 +181,9 @@ class Core:
             load_pipeline(source).graph
             for source in (config.save_pipeline, config.restore_pipeline)
         ]
+        self._codec = open_codec(
+            config.storage_codec, rotation_seed=config.rotation_seed, on_compile=self._log.warning
+        )
         async with AsyncExitStack() as opened:
             self.catalogue = _open_tiers(config)
             opened.callback(self.catalogue.close)
@@ -188,6 +194,7 @@ class Core:
                     config=config,
                     open_lane=self._open_lane,
                     log=self._log,
+                    codecs=self._bound.__getitem__,
                 )
                 for graph in graphs
             )
@@ -277,7 +284,16 @@ class Core:
                     f"one page of group {group!r} takes {nbytes} bytes; too small for it: "
                     + ", ".join(small)
                 )
-        namespace = make_namespace(model, geometry, storage_codec=self.config.storage_codec)
+        if geometry not in self._bound:
+            self._bound[geometry] = await asyncio.to_thread(
+                bind_slots, self._codec, geometry, protect=self._codec.protects_layers
+            )
+        namespace = make_namespace(
+            model,
+            geometry,
+            storage_codec=self._codec.identity,
+            rotation_seed=self.config.rotation_seed if self._codec.protects_layers else 0,
+        )
         instance = Instance(namespace, paged)
         self._instances.add(instance)
         return instance

@@ -15,6 +15,7 @@ import structlog
 
 from orbitkv.cache.budget import Budget
 from orbitkv.cache.catalogue import Catalogue
+from orbitkv.codecs.slots import SlotCodecs, raw_slots
 from orbitkv.config import Config
 from orbitkv.errors import (
     Cancelled,
@@ -27,6 +28,7 @@ from orbitkv.errors import (
 )
 from orbitkv.graph import Edge, Graph, Node
 from orbitkv.runtime.channel import Channel, ChannelStatistics, Inbox
+from orbitkv.segment import Geometry
 from orbitkv.stages.base import (
     Batch,
     ItemBatch,
@@ -255,6 +257,7 @@ class Runtime:
 
     Args:
         open_lane: Makes the lane of a node; nodes that name one lane share what it returns.
+        codecs: What each slot of a geometry is stored as.
 
     Attributes:
         unavailable: Nodes that are switched off, and why.
@@ -271,10 +274,12 @@ class Runtime:
         config: Config,
         open_lane: LaneFactory,
         log: structlog.stdlib.BoundLogger,
+        codecs: Callable[[Geometry], SlotCodecs] = raw_slots,
     ) -> None:
         self.graph = graph
         self.unavailable = unavailable_nodes(graph, config)
         self._log = log.bind(pipeline=graph.name)
+        self._codecs = codecs
         live = [node for node in graph.nodes.values() if node.id not in self.unavailable]
         nothing_enters = not any(node.entry for node in live)
         faults = [
@@ -327,6 +332,7 @@ class Runtime:
             budget=Budget(f"budget of node {node.id}", budget_nbytes) if budget_nbytes else None,
             catalogue=catalogue,
             config=config,
+            codecs=self._codecs,
             live_outputs=frozenset(outputs),
             log=self._log.bind(node=node.id),
         )

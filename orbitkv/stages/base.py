@@ -10,10 +10,12 @@ import structlog
 
 from orbitkv.cache.budget import Budget
 from orbitkv.cache.catalogue import Catalogue
+from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.config import Config
 from orbitkv.errors import CorruptObject, OrbitError
 from orbitkv.graph import Lanes, Node, Ports
 from orbitkv.objects import Bytes
+from orbitkv.segment import Geometry
 from orbitkv.stages.ticket import Part
 
 P = ParamSpec("P")
@@ -95,6 +97,7 @@ class StageContext:
 
     Attributes:
         budget: Bytes the node's batches may keep at once, where its definition bounds them.
+        codecs: Of the manager's codec, bound to a geometry. Every registered one is bound.
         live_outputs: Output ports of the node that lead to a node that runs.
     """
 
@@ -103,6 +106,7 @@ class StageContext:
     budget: Budget | None
     catalogue: Catalogue
     config: Config
+    codecs: Callable[[Geometry], SlotCodecs]
     live_outputs: frozenset[str]
     log: structlog.stdlib.BoundLogger
 

@@ -11,6 +11,7 @@ import structlog
 
 from orbitkv.cache.budget import Lease
 from orbitkv.cache.catalogue import Catalogue, Copy
+from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.errors import CorruptObject, OrbitError, Undecodable
 from orbitkv.objects import (
     PAYLOAD_ALIGN_NBYTES,
@@ -92,6 +93,7 @@ class EncodedBatch:
     part: Part
     catalogue: Catalogue
     tensors: PagedTensors
+    codecs: SlotCodecs
     objects: list[EncodedObject]
     lease: Lease | None
 
@@ -222,6 +224,7 @@ class RestoreBatch:
         segments: Of each item; empty before they have been validated.
         missed: Hashes that turned out not to be restorable; the rest goes on without them.
         placed: The decoder has written to the pages already.
+        codecs: What undoes encoded segments; set by ``decode``.
     """
 
     part: Part
@@ -231,6 +234,7 @@ class RestoreBatch:
     segments: list[list[Segment]] = field(default_factory=list)
     missed: set[bytes] = field(default_factory=set)
     placed: bool = False
+    codecs: SlotCodecs | None = None
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -258,6 +262,7 @@ class RestoreBatch:
             self.segments,
             self.missed,
             self.placed,
+            self.codecs,
         )
 
     def reject(

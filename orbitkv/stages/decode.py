@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
+
 from orbitkv.errors import Undecodable
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Format
@@ -75,15 +77,43 @@ class Decode:
 
     async def prepare(self, batch: ValidatedBatch, ctx: StageContext) -> Outputs:
         """Hand the batch over; from here on its pages are being written."""
-        del ctx
         decoded = batch.become(DecodedBatch)
         decoded.placed = True
+        decoded.codecs = ctx.codecs(batch.tensors.geometry)
         return {"out": decoded}
 
     def run_item(self, batch: DecodedBatch, index: int) -> None:
-        """Place one object's raw segments."""
-        unknown = {segment.format for segment in batch.segments[index]} - {Format.RAW}
-        if unknown:
-            formats = ", ".join(map(str, sorted(unknown)))
-            raise Undecodable(f"format {formats}; this pipeline decodes raw")
-        place_object(batch, index)
+        """Decode one object's segments into its page."""
+        segments = batch.segments[index]
+        encoded = [position for position, s in enumerate(segments) if s.format != Format.RAW]
+        if encoded:
+            _decode_segments(batch, index, encoded)
+        place_object(batch, index, skip=frozenset(encoded))
+
+
+def _decode_segments(batch: DecodedBatch, index: int, positions: list[int]) -> None:
+    """Decode some of an object's segments, each straight into its slot where that is one run.
+
+    Raises:
+        Undecodable: a format or length that the manager's codec does not write.
+        CorruptObject: a payload that no encoder writes, though its CRC stands.
+    """
+    assert batch.codecs
+    _, destination = batch.items[index]
+    tensors, page_index = batch.tensors, destination.page_index
+    for position in positions:
+        segment, slot = batch.segments[index][position], destination.slot_indices[position]
+        codec = batch.codecs.codec_of(slot)
+        if codec is None or segment.format != codec.format:
+            wanted = codec.format if codec else int(Format.RAW)
+            raise Undecodable(f"format {segment.format}; this pipeline decodes {wanted}")
+        if segment.stored_nbytes != codec.encoded_nbytes:
+            seen = segment.stored_nbytes
+            raise Undecodable(f"{seen} bytes stored; accepted: {codec.encoded_nbytes}")
+        page = tensors.segment(slot, page_index)
+        if tensors.run(slot, page_index) is not None:
+            codec.decode(segment.payload, page)
+        else:
+            decoded = np.empty(page.shape, page.dtype)
+            codec.decode(segment.payload, decoded)
+            np.copyto(page, decoded)

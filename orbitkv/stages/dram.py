@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import ClassVar
 
 from orbitkv.cache.catalogue import Copy
 from orbitkv.errors import CorruptObject
 from orbitkv.graph import Lanes, Port, Ports
-from orbitkv.objects import Segment, check_payloads, read_header, write_object
+from orbitkv.objects import Format, RawReason, Segment, check_payloads, read_header, write_object
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import (
     EncodedObject,
@@ -44,6 +45,8 @@ class StoreDram:
             catalogue.shrink(entry.home, nbytes)
             if catalogue.admit(entry.home):
                 admitted.append(entry.home)
+        if not batch.codecs.all_raw:
+            _count(batch, catalogue.counters)
         batch.release()
         batch.part.settle(done=batch.part.hashes)
         outputs: dict[str, WriteBatch | PeerBatch] = {}
@@ -81,6 +84,17 @@ class ServeDram:
         for copy, _ in batch.items:
             ctx.catalogue.touch(copy)
         return {"out": batch.become(ResidentBatch)}
+
+
+def _count(batch: SealedBatch, counters: Counter[str]) -> None:
+    """Count what the codec made of the segments: bytes in and out, and each reason to stay raw."""
+    for segment in (segment for entry in batch.objects for segment in entry.segments):
+        if segment.format == Format.RAW:
+            counters[f"raw_{RawReason(segment.raw_reason).name.lower()}"] += 1
+        else:
+            counters["encoded_segments"] += 1
+            counters["encoded_original_nbytes"] += segment.original_nbytes
+            counters["encoded_stored_nbytes"] += segment.stored_nbytes
 
 
 def _complete(objects: list[EncodedObject]) -> list[int]:

@@ -61,17 +61,24 @@ def _place_all(batch: DecodedBatch) -> None:
         place_object(batch, index)
 
 
-def place_object(batch: DecodedBatch, index: int) -> None:
-    """Copy one object's raw segments into its page, all at once where their layouts allow it."""
+def place_object(batch: DecodedBatch, index: int, skip: frozenset[int] = frozenset()) -> None:
+    """Copy one object's raw segments into its page, all at once where their layouts allow it.
+
+    Args:
+        skip: Positions of segments that are in the page already.
+    """
     (copy, destination), segments = batch.items[index], batch.segments[index]
     tensors, page_index = batch.tensors, destination.page_index
     block = tensors.block(destination.slot_indices, page_index)
-    if block is not None and copy.memory is not None:
+    if block is not None and copy.memory is not None and not skip:
         payloads = _adjacent_payloads(copy.memory, segments, block.shape[1])
         if payloads is not None:
             block[:] = payloads
             return
-    for slot, segment in zip(destination.slot_indices, segments, strict=True):
+    for position, slot in enumerate(destination.slot_indices):
+        if position in skip:
+            continue
+        segment = segments[position]
         run = tensors.run(slot, page_index)
         if run is not None:
             run[:] = segment.payload

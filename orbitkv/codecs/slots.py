@@ -1,0 +1,115 @@
+"""SlotCodecs: one codec, bound to every slot of a geometry, and where its payloads will lie."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from orbitkv.codecs.base import Codec, SegmentCodec, SegmentSpec, reason_to_stay_raw
+from orbitkv.codecs.raw import RawCodec
+from orbitkv.objects import RawReason, payload_offsets
+from orbitkv.segment import Geometry
+
+PROTECTED_LAYERS = 2  # at each end of a pipeline stage
+
+
+class Place(NamedTuple):
+    """One segment of an object, as it lies where its codec takes it.
+
+    Attributes:
+        codec: None: stored raw, for ``raw_reason``.
+    """
+
+    slot: int
+    offset: int
+    original_nbytes: int
+    codec: SegmentCodec | None
+    raw_reason: RawReason
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCodecs:
+    """What each slot of a geometry is stored as.
+
+    Attributes:
+        codecs: Of each slot: its codec, or why its segments are always raw.
+        layouts: Of each state group: its segments' places, unless one must be raw after all.
+    """
+
+    codecs: tuple[SegmentCodec | RawReason, ...]
+    layouts: Mapping[str, tuple[Place, ...]]
+
+    @property
+    def all_raw(self) -> bool:
+        """Whether no segment is ever encoded."""
+        return all(isinstance(codec, RawReason) for codec in self.codecs)
+
+    def codec_of(self, slot: int) -> SegmentCodec | None:
+        """The codec of a slot; None where its segments are always raw."""
+        codec = self.codecs[slot]
+        return None if isinstance(codec, RawReason) else codec
+
+
+def bind_slots(codec: Codec, geometry: Geometry, *, protect: bool) -> SlotCodecs:
+    """Bind a codec to every slot of a geometry, which may compile kernels, so not on a loop.
+
+    Args:
+        protect: Keep the first and last two layers exact, as quantisers must.
+    """
+    layers = sorted({slot.layer for slot in geometry.slots})
+    protected = {*layers[:PROTECTED_LAYERS], *layers[-PROTECTED_LAYERS:]} if protect else set()
+    codecs: list[SegmentCodec | RawReason] = []
+    for slot in geometry.slots:
+        if codec.name == "none":
+            codecs.append(RawReason.CHOSEN)
+            continue
+        if slot.layer in protected:
+            codecs.append(RawReason.PROTECTED_LAYER)
+            continue
+        bound = codec.bind(SegmentSpec.of(slot, geometry.page_tokens))
+        if not isinstance(bound, RawReason):
+            bound = reason_to_stay_raw(bound.encoded_nbytes, bound.spec.original_nbytes) or bound
+        codecs.append(bound)
+    found = SlotCodecs(tuple(codecs), {})
+    layouts = {
+        group: lay_out(found, geometry, slots, {}) for group, slots in geometry.groups.items()
+    }
+    return SlotCodecs(found.codecs, layouts)
+
+
+def lay_out(
+    codecs: SlotCodecs,
+    geometry: Geometry,
+    slots: tuple[int, ...],
+    raw: Mapping[int, RawReason],
+) -> tuple[Place, ...]:
+    """Place an object's segments, those in ``raw`` (by slot) uncoded for its reasons."""
+    kinds: list[tuple[SegmentCodec | None, RawReason]] = []
+    for slot in slots:
+        codec = codecs.codecs[slot]
+        if isinstance(codec, RawReason):
+            kinds.append((None, codec))
+        elif slot in raw:
+            kinds.append((None, raw[slot]))
+        else:
+            kinds.append((codec, RawReason.CHOSEN))
+    originals = [geometry.segment_nbytes[slot] for slot in slots]
+    stored = [
+        codec.encoded_nbytes if codec else nbytes
+        for (codec, _), nbytes in zip(kinds, originals, strict=True)
+    ]
+    offsets = payload_offsets(stored)
+    return tuple(
+        Place(slot, offset, nbytes, codec, reason)
+        for slot, offset, nbytes, (codec, reason) in zip(
+            slots, offsets, originals, kinds, strict=True
+        )
+    )
+
+
+@functools.cache
+def raw_slots(geometry: Geometry) -> SlotCodecs:
+    """Everything as it is."""
+    return bind_slots(RawCodec(), geometry, protect=False)
