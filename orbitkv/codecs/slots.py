@@ -42,9 +42,9 @@ class SlotCodecs:
     layouts: Mapping[str, tuple[Place, ...]]
 
     @property
-    def all_raw(self) -> bool:
-        """Whether no segment is ever encoded."""
-        return all(isinstance(codec, RawReason) for codec in self.codecs)
+    def chosen_raw(self) -> bool:
+        """Whether nobody asked for anything but the original bytes."""
+        return self.codecs[0] is RawReason.CHOSEN
 
     def codec_of(self, slot: int) -> SegmentCodec | None:
         """The codec of a slot; None where its segments are always raw."""

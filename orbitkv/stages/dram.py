@@ -45,7 +45,7 @@ class StoreDram:
             catalogue.shrink(entry.home, nbytes)
             if catalogue.admit(entry.home):
                 admitted.append(entry.home)
-        if not batch.codecs.all_raw:
+        if not batch.codecs.chosen_raw:
             _count(batch, catalogue.counters)
         batch.release()
         batch.part.settle(done=batch.part.hashes)

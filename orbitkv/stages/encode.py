@@ -63,7 +63,7 @@ class Encode:
 
     def run_item(self, batch: EncodedBatch, index: int) -> None:
         """Gather or encode one object's segments to their places."""
-        if batch.codecs.all_raw:
+        if batch.codecs.chosen_raw:
             self._gather(batch, batch.objects[index])
         else:
             self._encode(batch, batch.objects[index])
