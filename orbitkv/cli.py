@@ -1,4 +1,4 @@
-"""The command ``orbitkv``: demo, draw, check, doctor."""
+"""The command ``orbitkv``: demo, draw, check, encode, inspect, decode, doctor, qualify."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("demo", _demo_arguments, _demo, "save and restore a real model's KV cache"),
         ("draw", _draw_arguments, _draw, "draw pipelines as a Mermaid flowchart"),
         ("check", _check_arguments, _check, "check a pipeline definition"),
+        ("encode", _encode_arguments, _encode, "encode a file of KV tensors"),
+        ("inspect", _inspect_arguments, _inspect, "say what an encoded file holds"),
+        ("decode", _decode_arguments, _decode, "decode a file of KV tensors"),
         ("doctor", _doctor_arguments, _doctor, "say what this machine can do"),
+        ("qualify", _qualify_arguments, _qualify, "measure what each codec does to a real model"),
     ):
         command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
         add_arguments(command)
@@ -116,6 +120,85 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
+def _encode_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="IN.safetensors",
+        help="tensors layers.<i>.k, layers.<i>.v of [heads, tokens, head_dim], or layers.<i>.kv "
+        "of [heads, tokens, 2 * head_dim]",
+    )
+    parser.add_argument("-o", dest="target", type=Path, metavar="OUT.okv", required=True)
+    parser.add_argument(
+        "--codec", metavar="NAME", required=True, help="none, fp8, turboquant-4 or turboquant-3"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of TurboQuant's rotation, 0 to 2^64 - 1 (default: 0)",
+    )
+
+
+def _encode(args: argparse.Namespace) -> int:
+    from orbitkv import okv
+
+    encoded = okv.encode_file(
+        args.source,
+        args.target,
+        codec=args.codec,
+        rotation_seed=args.seed,
+        tool=f"orbitkv {version('orbitkv')}",
+        on_compile=_say,
+    )
+    print(f"{args.target}: {okv.summary(encoded)}")
+    return 0
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="FILE.okv")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="check every CRC and all padding, and decode every encoded segment",
+    )
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from orbitkv import okv
+
+    found = okv.inspect_file(args.source, verify=args.verify, on_compile=_say)
+    if args.json:
+        print(okv.to_json(found, verified=args.verify))
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console.width = 160  # nobody reads a pipe in 80 columns
+        okv.render(found, console, verified=args.verify)
+    return 0
+
+
+def _decode_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="IN.okv")
+    parser.add_argument("-o", dest="target", type=Path, metavar="OUT.safetensors", required=True)
+
+
+def _decode(args: argparse.Namespace) -> int:
+    from orbitkv import okv
+
+    decoded = okv.decode_file(args.source, args.target, on_compile=_say)
+    print(f"{args.target}: {okv.summary(decoded)}")
+    return 0
+
+
+def _say(message: str) -> None:
+    print(f"orbitkv: {message}", file=sys.stderr)
+
+
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument(
@@ -147,6 +230,18 @@ def _doctor(args: argparse.Namespace) -> int:
     else:
         doctor.render(findings, Console(), nodes)
     return 0
+
+
+def _qualify_arguments(parser: argparse.ArgumentParser) -> None:
+    from orbitkv import qualify
+
+    qualify.add_arguments(parser)
+
+
+def _qualify(args: argparse.Namespace) -> int:
+    from orbitkv import qualify
+
+    return qualify.run(args)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from orbitkv.cache.catalogue import Tier
-from orbitkv.config import MIB, Config, format_nbytes, parse_nbytes
+from orbitkv.config import MIB, Config, SsdBackend, format_nbytes, parse_nbytes
 from orbitkv.engines.checkpoint import (
     DEFAULT_MODEL,
     GreedyEngine,
@@ -85,6 +85,7 @@ class _Task:
     pool_nbytes: int
     ssd_nbytes: int
     ssd_path: str
+    ssd_backend: SsdBackend
 
     @property
     def pages(self) -> int:
@@ -102,6 +103,7 @@ class _Task:
             pool_nbytes=self.pool_nbytes,
             ssd_path=Path(self.ssd_path),
             ssd_capacity_nbytes=self.ssd_nbytes,
+            ssd_backend=self.ssd_backend,
             ssd_persist=True,
         )
 
@@ -146,6 +148,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="P",
         help="file to make for the SSD tier, removed at the end (default: a temporary one)",
+    )
+    parser.add_argument(
+        "--ssd-backend",
+        choices=get_args(SsdBackend),
+        default="auto",
+        help="how the SSD file is read and written (default: io_uring, or threads without it)",
     )
     parser.add_argument(
         "--new-tokens",
@@ -326,6 +334,7 @@ def _plan(
         pool_nbytes=pool_nbytes or nbytes + 64 * MIB,
         ssd_nbytes=nbytes,
         ssd_path=str(ssd_path.resolve()),
+        ssd_backend=args.ssd_backend,
     )
 
 

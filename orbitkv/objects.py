@@ -48,6 +48,7 @@ class Format(IntEnum):
     FP8_E4M3FN = 2
     TURBOQUANT4 = 3
     TURBOQUANT3 = 4
+    MANIFEST = 64  # JSON that describes the other segments; first in an .okv file, nowhere else
 
 
 USER_FORMATS = range(128, 256)

@@ -32,7 +32,7 @@ LAYERS = (
     ("orbitkv.runtime",),
     ("orbitkv",),
     ("orbitkv.engines",),
-    ("orbitkv.doctor", "orbitkv.demo"),
+    ("orbitkv.doctor", "orbitkv.demo", "orbitkv.okv", "orbitkv.qualify"),
     ("orbitkv.cli", "orbitkv.__main__"),
 )
 

@@ -14,12 +14,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from orbitkv.errors import ConfigError
 
 DEFAULT_MODEL = Path(".models/smollm2")
 
 Model = Any  # transformers.PreTrainedModel
 Cache = Any  # transformers.DynamicCache
+Logits = npt.NDArray[np.float32]
 
 
 def find_model(path: Path) -> tuple[Path, Path | None]:
@@ -102,6 +106,20 @@ class GreedyEngine:
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._options = {"logits_to_keep": 1} if keeps else {}
 
+    def logits(self, token_ids: Sequence[int], cache: Cache) -> Logits:
+        """Compute the tokens that the cache does not hold.
+
+        Returns:
+            float32[tokens computed, vocabulary], host: what each expects to come next.
+        """
+        import torch
+
+        with torch.inference_mode():
+            rest = torch.tensor([token_ids[cache.get_seq_length() :]])
+            output = self.model(rest, use_cache=True, **{self._cache_keyword: cache})
+            logits: Logits = output.logits[0].float().numpy()
+            return logits
+
     def next_token(self, token_ids: Sequence[int], cache: Cache) -> int:
         """Compute the tokens that the cache does not hold; return the likeliest next one."""
         import torch
@@ -117,6 +135,18 @@ class GreedyEngine:
 
         return DynamicCache(config=self.model.config)
 
+    def cache_of(self, states: Sequence[Any]) -> Cache:
+        """Make a cache of copies of K and V, each layer's in turn, in the model's own dtype.
+
+        Args:
+            states: Tensors of any dtype, [1, heads, tokens, head_dim], host.
+        """
+        cache = self.empty_cache()
+        for layer in range(len(states) // 2):
+            keys, values = (state.to(self.model.dtype) for state in states[2 * layer :][:2])
+            cache.update(keys.contiguous(), values.contiguous(), layer)
+        return cache
+
     def decode(
         self, token_ids: Sequence[int], first: int, new_tokens: int, cache: Cache
     ) -> list[int]:
@@ -125,6 +155,20 @@ class GreedyEngine:
         while len(grown) < len(token_ids) + new_tokens:
             grown.append(self.next_token(grown, cache))
         return grown[len(token_ids) :]
+
+
+def states_of(cache: Cache, dtype: str) -> list[Any]:
+    """Copy a cache's K and V, each layer's in turn: tensors of ``dtype``, [1, heads, tokens, dim].
+
+    Values past the range of ``dtype`` become infinite; the others are rounded to nearest even.
+    """
+    import torch
+
+    return [
+        tensor.to(getattr(torch, dtype), copy=True).contiguous()
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values)
+    ]
 
 
 def digest_pages(cache: Cache, pages: int, page_tokens: int) -> list[str]:
