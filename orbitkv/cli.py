@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from orbitkv.config import Config
-from orbitkv.errors import OrbitError
+from orbitkv.errors import ConfigError, OrbitError
 from orbitkv.graph import Chart
 from orbitkv.pipeline import load_pipeline
 from orbitkv.runtime.runtime import unavailable_nodes
@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("doctor", _doctor_arguments, _doctor, "say what this machine can do"),
         ("qualify", _qualify_arguments, _qualify, "measure what each codec does to a real model"),
     ):
-        command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        command = commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + "."
+        )
         add_arguments(command)
         command.set_defaults(run=run)
     args = parser.parse_args(argv)
@@ -57,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has gone; there is nobody left to tell
+        return EXIT_REFUSED
+    except OSError as error:
+        print(f"orbitkv: {error}", file=sys.stderr)
         return EXIT_REFUSED
 
 
@@ -89,6 +94,8 @@ def _draw_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _draw(args: argparse.Namespace) -> int:
+    if args.ssd_path and not args.live:
+        raise ConfigError("--ssd-path: accepted with --live only")
     graphs = [load_pipeline(source).graph for source in args.pipelines]
     chart = Chart({}, ())
     for graph in graphs:

@@ -81,23 +81,57 @@ class Config:
     storage_codec: str = "none"
     rotation_seed: int = 0
     storage_codec_budget_nbytes: int = 64 * MIB
-    save_pipeline: str = "save"
-    restore_pipeline: str = "restore"
+    save_pipeline: str | Path = "save"
+    restore_pipeline: str | Path = "restore"
     lock_memory: bool = True
     pool_wait_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for setting in ("pool_nbytes", "ssd_capacity_nbytes", "storage_codec_budget_nbytes"):
-            value = getattr(self, setting)
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise ConfigError(f"{setting}: {value!r}; accepted: a positive number of bytes")
-        if self.ssd_backend not in get_args(SsdBackend):
-            accepted = ", ".join(get_args(SsdBackend))
-            raise ConfigError(f"ssd_backend: {self.ssd_backend!r}; accepted: {accepted}")
-        if self.storage_codec not in STORAGE_CODECS:
-            accepted = ", ".join(STORAGE_CODECS)
-            raise ConfigError(f"storage_codec: {self.storage_codec!r}; accepted: {accepted}")
-        if not self.pool_wait_s >= 0:  # also refuses NaN
-            raise ConfigError(f"pool_wait_s: {self.pool_wait_s}; accepted: zero or more seconds")
+        path: object = self.ssd_path
+        if isinstance(path, str):
+            path = Path(path)
+            object.__setattr__(self, "ssd_path", path)
+        backends = get_args(SsdBackend)
+        some = "a positive number of bytes"
+        for setting, stands, accepted in (
+            ("pool_nbytes", _is_count(self.pool_nbytes), some),
+            ("ssd_path", path is None or _is_file_name(path), "the path of a file, or None"),
+            (
+                "ssd_capacity_nbytes",
+                _is_count(self.ssd_capacity_nbytes),
+                some,
+            ),
+            ("ssd_backend", self.ssd_backend in backends, ", ".join(backends)),
+            ("ssd_persist", isinstance(self.ssd_persist, bool), "True or False"),
+            ("storage_codec", self.storage_codec in STORAGE_CODECS, ", ".join(STORAGE_CODECS)),
+            ("rotation_seed", _is_seed(self.rotation_seed), "0 to 2**64 - 1"),
+            (
+                "storage_codec_budget_nbytes",
+                _is_count(self.storage_codec_budget_nbytes),
+                some,
+            ),
+            ("save_pipeline", isinstance(self.save_pipeline, str | Path), "a name or a path"),
+            ("restore_pipeline", isinstance(self.restore_pipeline, str | Path), "a name or a path"),
+            ("lock_memory", isinstance(self.lock_memory, bool), "True or False"),
+            ("pool_wait_s", _is_wait(self.pool_wait_s), "zero or more seconds"),
+        ):
+            if not stands:
+                raise ConfigError(f"{setting}: {getattr(self, setting)!r}; accepted: {accepted}")
         if self.ssd_persist and self.ssd_path is None:
             raise ConfigError("ssd_persist: True without an ssd_path; accepted: with one")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_seed(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
+
+
+def _is_wait(value: object) -> bool:
+    return isinstance(value, int | float) and value >= 0  # which NaN is not
+
+
+def _is_file_name(value: object) -> bool:
+    return isinstance(value, Path) and bool(value.name) and "\0" not in str(value)

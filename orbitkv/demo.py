@@ -203,6 +203,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
+    _check_installed(_NEEDED)
     console = Console(file=sys.stderr)
     pool_nbytes = None
     if args.pool_size is not None:
@@ -211,7 +212,7 @@ def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--new-tokens: {args.new_tokens}; accepted: 1 or more")
     model_path, gguf_file = find_model(args.model)
     text, text_name = _read_prompt(args.prompt_file)
-    _check_installed(_NEEDED + (_NEEDED_FOR_GGUF if gguf_file else ()))
+    _check_installed(_NEEDED_FOR_GGUF if gguf_file else ())
     with _ssd_file(args.ssd_path) as ssd_path:
         with _step(console, f"loading {args.model}"):
             token_ids, tokenizer = tokenize(model_path, gguf_file, text)

@@ -42,6 +42,10 @@ class Port:
     entry: bool = False
     optional: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.payload, type):
+            raise TypeError(f"Port of {self.payload!r}; accepted: a class of batches")
+
 
 Ports = Mapping[str, Port]
 Lanes = frozenset[str]

@@ -64,6 +64,8 @@ def load_pipeline(source: str | Path) -> Pipeline:
     if str(source) in packaged_names():
         path = PACKAGED / f"{source}.toml"
     try:
+        if path.exists() and not path.is_file():
+            raise GraphError(str(source), ("not a regular file; accepted: a TOML file",))
         document = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         names = ", ".join(packaged_names())
@@ -148,8 +150,9 @@ class _Reader:
         if implementation is not None:
             try:
                 implementation(**options)
-            except Exception as error:  # noqa: BLE001 - a user's stage may refuse in any way
-                self.faults.append(f"{where}: options of stage {name!r}: {error}")
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a stage may refuse in any way
+                reason = " ".join(str(error).split()) or repr(error)
+                self.faults.append(f"{where}: options of stage {name!r}: {reason}")
         return StageUse(name, implementation, options)
 
     def _import(self, where: str, name: str) -> type[StageType] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -323,6 +324,11 @@ class PagedTensors:
             pages = np.moveaxis(words, page_axis, 0)
             self._words.append(pages)
             self._runs.append(_as_runs(pages))
+        starts: dict[int, str] = {}
+        for slot, words in zip(geometry.slots, self._words, strict=False):
+            other = starts.setdefault(words.ctypes.data, slot.name)
+            if other != slot.name and not faults:
+                faults.append(f"tensors {other!r} and {slot.name!r} begin at one address")
         if len(page_counts) > 1:
             counts = ", ".join(f"{name!r} has {pages}" for pages, name in page_counts.items())
             faults.append(f"tensors hold different numbers of pages: {counts}")
@@ -339,12 +345,6 @@ class PagedTensors:
         """The same as uint8[segment_nbytes], where it is one run of memory; None elsewhere."""
         runs = self._runs[slot_index]
         return None if runs is None else runs[page_index]
-
-    def address(self, slot_index: int, page_index: int) -> int:
-        """Where one page's part of a slot begins; good for a run only."""
-        words = self._words[slot_index]
-        start, stride = words.ctypes.data, words.strides[0]
-        return start + page_index * stride
 
     def block(self, slots: tuple[int, ...], page_index: int) -> npt.NDArray[np.uint8] | None:
         """Several slots of a page as one uint8[slots, segment_nbytes], strided; None elsewhere.
@@ -365,15 +365,15 @@ class PagedTensors:
             DestinationError: naming all that are out of range or come twice.
         """
         indices = list(page_indices)
-        strange = [index for index in indices if not isinstance(index, int | np.integer)]
+        strange = [
+            index
+            for index in indices
+            if isinstance(index, bool) or not isinstance(index, int | np.integer)
+        ]
         if strange:
             raise DestinationError(f"page index {_listing(strange)}; accepted: integers")
         outside = sorted({index for index in indices if not 0 <= index < self.pages})
-        twice = (
-            sorted({index for index in indices if indices.count(index) > 1})
-            if (distinct and len(set(indices)) < len(indices))
-            else []
-        )
+        twice = sorted(index for index, count in Counter(indices).items() if distinct and count > 1)
         faults = []
         if outside:
             faults.append(f"page index {_listing(outside)}; accepted: 0 to {self.pages - 1}")

@@ -76,7 +76,7 @@ class Catalogue:
         extents: File of the SSD tier; None where there is none.
 
     Attributes:
-        counters: Events by name; ``docs/metrics.md`` says what each counts.
+        counters: Events by name.
     """
 
     def __init__(self, pool: Pool, extents: ExtentStore | None) -> None:
@@ -131,6 +131,10 @@ class Catalogue:
         for ended in waiting:
             if not ended.done():
                 ended.set_result(None)
+
+    def queued_writes(self) -> list[Copy]:
+        """All copies, findable or not, whose write has been asked for and has not ended."""
+        return [copy for copy in self._shelves[Tier.DRAM].live if copy.write_queued]
 
     async def written(self, copies: Sequence[Copy]) -> None:
         """Wait until none of these copies has a write asked for."""

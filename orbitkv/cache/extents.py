@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -16,8 +17,9 @@ from typing import IO
 from orbitkv.cache.ranges import FreeRanges
 from orbitkv.config import format_nbytes
 from orbitkv.errors import StoreError
-from orbitkv.objects import OBJECT_ALIGN_NBYTES, align_up
+from orbitkv.objects import KEY_DIGEST_NBYTES, OBJECT_ALIGN_NBYTES, align_up
 
+MAX_GENERATION = 2**63 - 1
 INDEX_FORMAT = "orbitkv-ssd-index:1"
 
 
@@ -32,11 +34,13 @@ class IndexRow:
 
     def check(self) -> None:
         """Raise ValueError or TypeError where the row cannot name an extent."""
-        bytes.fromhex(self.digest)
+        if len(bytes.fromhex(self.digest)) != KEY_DIGEST_NBYTES:
+            raise ValueError(f"digest {self.digest!r}")
         if not all(type(value) is int for value in (self.generation, self.offset, self.nbytes)):
             raise TypeError(f"extent of {self.nbytes!r} bytes at {self.offset!r}")
         aligned = not (self.offset % OBJECT_ALIGN_NBYTES or self.nbytes % OBJECT_ALIGN_NBYTES)
-        if not aligned or min(self.offset, self.generation) < 0 or self.nbytes < 1:
+        least, most = min(self.offset, self.generation), max(self.offset, self.generation)
+        if not aligned or least < 0 or most > MAX_GENERATION or self.nbytes < 1:
             raise ValueError(f"extent of {self.nbytes} bytes at {self.offset}")
 
 
@@ -65,15 +69,23 @@ class ExtentStore:
         self._lock_path = path.with_name(f"{path.name}.lock")
         self._ranges = FreeRanges(align_up(capacity_nbytes, OBJECT_ALIGN_NBYTES))
         self.cold_reason: str | None = None
+        left_behind = _is_left_behind(path, self._lock_path, self._index_path)
         self._lock_file = _lock(path, self._lock_path)
         with ExitStack() as undo:
             undo.callback(self._unlock)
+            if not left_behind:
+                raise StoreError(
+                    f"ssd path {path}: there is a file that is not a store of ours; "
+                    "accepted: a path where nothing is, or what a manager left there"
+                )
             if not path.exists():
                 undo.callback(path.unlink, missing_ok=True)
             self.fd, self.buffered_reason = _open(path)
             undo.callback(os.close, self.fd)
             _preallocate(self.fd, path, self._ranges.capacity_nbytes)
             self.recovered = tuple(self._recover()) if persist else ()
+            if not persist:
+                self._index_path.unlink(missing_ok=True)  # what follows makes it untrue
             undo.pop_all()
 
     @property
@@ -95,7 +107,20 @@ class ExtentStore:
         self._ranges.free(offset, nbytes)
 
     def close(self, published: Iterable[IndexRow]) -> None:
-        """Close the file: removed, or left with an index of what is published."""
+        """Close the file: removed, or left with an index of what is published.
+
+        Raises:
+            StoreError: the index could not be written; the file is closed all the same.
+        """
+        try:
+            self._leave(published)
+        except OSError as error:
+            raise StoreError(f"ssd path {self.path}: closing: {error.strerror}") from error
+        finally:
+            os.close(self.fd)
+            self._unlock()
+
+    def _leave(self, published: Iterable[IndexRow]) -> None:
         if self._persist:
             os.fsync(self.fd)
             index = {
@@ -108,8 +133,6 @@ class ExtentStore:
             unfinished.replace(self._index_path)
         else:
             self.path.unlink(missing_ok=True)
-        os.close(self.fd)
-        self._unlock()
 
     def _recover(self) -> Iterable[IndexRow]:
         """Take the extents of an index, which is then removed: it is true only once.
@@ -130,7 +153,7 @@ class ExtentStore:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             self.cold_reason = f"index {self._index_path} is damaged: {error!r}"
             return
-        for row in rows:
+        for row in sorted(rows, key=lambda row: row.offset):
             # A smaller file than before no longer holds the extents past its end.
             if self._ranges.reserve(row.offset, row.nbytes):
                 yield row
@@ -150,8 +173,26 @@ def _parse_index(index_bytes: bytes) -> list[IndexRow]:
     return rows
 
 
+def _is_left_behind(path: Path, lock_path: Path, index_path: Path) -> bool:
+    """Whether a path is free, or holds what a manager of ours left: closed or killed.
+
+    Anything else is somebody's own file, which a store would overwrite and remove.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return True  # opening it tells why it cannot be used
+    if not stat.S_ISREG(found.st_mode):
+        return path.is_dir()  # told as such by the lock
+    return not found.st_size or lock_path.exists() or index_path.exists()
+
+
 def _lock(path: Path, lock_path: Path) -> IO[str]:
     """Keep a second manager off the file; its refusal names the first one's pid."""
+    if "\0" in str(path) or not path.name:
+        raise StoreError(f"ssd path {str(path)!r}; accepted: the path of a file")
     if not path.parent.is_dir():
         raise StoreError(f"ssd path {path}: no directory {path.parent}; create it first")
     if path.is_dir():

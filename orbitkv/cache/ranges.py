@@ -43,7 +43,8 @@ class FreeRanges:
     def reserve(self, start: int, nbytes: int) -> bool:
         """Take a range that an index names; False where any part of it is not free."""
         nbytes = align_up(nbytes, OBJECT_ALIGN_NBYTES)
-        for free_start, length in self._length_at.items():
+        # From the youngest: in the order of an index sorted by offset, that is the one.
+        for free_start, length in reversed(self._length_at.items()):
             if free_start <= start and start + nbytes <= free_start + length:
                 self._remove(free_start, length)
                 if start > free_start:

@@ -13,6 +13,7 @@ from orbitkv.objects import RawReason, payload_offsets
 from orbitkv.segment import Geometry
 
 PROTECTED_LAYERS = 2  # at each end of a pipeline stage
+ATTENTION_GROUP = "attention"
 
 
 class Place(NamedTuple):
@@ -56,7 +57,8 @@ def bind_slots(codec: Codec, geometry: Geometry, *, protect: bool) -> SlotCodecs
     """Bind a codec to every slot of a geometry, which may compile kernels, so not on a loop.
 
     Args:
-        protect: Keep the first and last two layers exact, as quantisers must.
+        protect: Keep the first and last two layers exact, and all state that is not attention's,
+            as quantisers must.
     """
     layers = sorted({slot.layer for slot in geometry.slots})
     protected = {*layers[:PROTECTED_LAYERS], *layers[-PROTECTED_LAYERS:]} if protect else set()
@@ -64,6 +66,9 @@ def bind_slots(codec: Codec, geometry: Geometry, *, protect: bool) -> SlotCodecs
     for slot in geometry.slots:
         if codec.name == "none":
             codecs.append(RawReason.CHOSEN)
+            continue
+        if protect and slot.group != ATTENTION_GROUP:
+            codecs.append(RawReason.OPAQUE_STATE)
             continue
         if slot.layer in protected:
             codecs.append(RawReason.PROTECTED_LAYER)

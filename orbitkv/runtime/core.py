@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -317,8 +318,10 @@ class Core:
     ) -> Ticket:
         """Filter what is resident, cut the rest into batches, and send them off."""
         self._check_open(instance)
-        if ready is not None and not isinstance(ready, BlockingEvent):
-            raise TypeError(f"ready {ready!r}; accepted: an event with wait(), or None")
+        _check_hashes(page_hash for page_hash, _ in pages)
+        waits = ready is None or isinstance(ready, BlockingEvent)
+        if not waits or inspect.iscoroutinefunction(getattr(ready, "wait", None)):
+            raise TypeError(f"ready {ready!r}; accepted: an event that a thread can wait() for")
         instance.tensors.check_indices([index for _, index in pages], distinct=True)
         resident: list[bytes] = []
         fresh: list[tuple[StateKey, int]] = []
@@ -350,11 +353,19 @@ class Core:
             for pack in packs
         ]
         self._send_off(instance, ticket, self._save, batches)
+        ticket.when_done(lambda: self._touch_from_the_end([key for key, _ in fresh]))
         return ticket
+
+    def _touch_from_the_end(self, keys: Sequence[StateKey]) -> None:
+        """Let eviction take a saved prefix's tail before its head."""
+        for key in reversed(keys):
+            if copy := self.catalogue.find(key.digest, Tier.DRAM):
+                self.catalogue.touch(copy)
 
     async def query(self, instance: Instance, hashes: tuple[bytes, ...]) -> PrefixLease:
         """Find the longest prefix of which every state group is in a tier that can be read."""
         self._check_open(instance)
+        _check_hashes(hashes)
         tiers = [
             tier
             for tier, payload in ((Tier.DRAM, FetchBatch), (Tier.SSD, ReadBatch))
@@ -450,7 +461,7 @@ class Core:
             )
             for pack in packs:
                 await self._save.submit(WriteBatch(self.catalogue, tuple(fresh[pack])))
-            await self.catalogue.written(wanted)
+            await self.catalogue.written([*wanted, *self.catalogue.queued_writes()])
             unwritten = self._unwritten()
         evicted_nbytes = self.catalogue.evict_unpinned(Tier.DRAM) if evict_dram else 0
         return Flushed(len(unwritten), evicted_nbytes)
@@ -521,6 +532,12 @@ class Core:
         if tickets := sum(len(instance.tickets) for instance in self._instances):
             found.append(f"{tickets} tickets")
         return found
+
+
+def _check_hashes(hashes: Iterable[object]) -> None:
+    strange = [page_hash for page_hash in hashes if not isinstance(page_hash, bytes)]
+    if strange:
+        raise DestinationError(f"page hash {strange[0]!r}; accepted: bytes")
 
 
 def _open_tiers(config: Config) -> Catalogue:

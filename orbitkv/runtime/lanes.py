@@ -39,7 +39,11 @@ def _end(over: asyncio.Future[None], _: asyncio.Future[Any]) -> None:
 
 @runtime_checkable
 class BlockingEvent(Protocol):
-    """An engine's event that a thread can wait for: ``threading.Event``, a CUDA event."""
+    """An engine's event that a thread can wait for, such as ``threading.Event``.
+
+    Where it has ``synchronize`` (a CUDA event), that is called: there, ``wait`` only orders a
+    stream, and returns at once.
+    """
 
     def wait(self) -> object:
         """Block until the event has happened."""
@@ -76,7 +80,7 @@ class HostLane:
     async def reached(self, event: object) -> None:
         """Wait for the engine's event, in order with this lane's work."""
         assert isinstance(event, BlockingEvent), "the manager takes no other"
-        await self.run(event.wait)
+        await self.run(getattr(event, "synchronize", event.wait))
 
     async def close(self) -> None:
         """Wait for all submitted work, then end the thread. Idempotent."""
@@ -92,8 +96,11 @@ class HostLane:
             except StopIteration as error:  # the one exception that no future takes
                 fault = RuntimeError(f"{error!r} was raised on lane {self.name}")
                 self._loop.call_soon_threadsafe(submitted.set_exception, fault)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever submitted it
+            except Exception as error:  # noqa: BLE001 - handed to whoever submitted it
                 self._loop.call_soon_threadsafe(submitted.set_exception, error)
+            except BaseException as error:  # noqa: BLE001 - would end the loop, not the request
+                fault = RuntimeError(f"{error!r} was raised on lane {self.name}")
+                self._loop.call_soon_threadsafe(submitted.set_exception, fault)
             else:
                 self._loop.call_soon_threadsafe(submitted.set_result, result)
             del entry, submitted, call  # else an idle lane keeps the last batch alive

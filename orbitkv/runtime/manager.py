@@ -49,6 +49,7 @@ class Manager:
         self.config = config or Config()
         self.core = Core(self.config, wrap_lane=wrap_lane)
         self._calls: dict[concurrent.futures.Future[Any], tuple[Coroutine[Any, Any, Any], ...]] = {}
+        self._fault: BaseException | None = None
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="orbitkv-manager", daemon=True)
         self._thread.start()
@@ -82,6 +83,7 @@ class Manager:
 
         Args:
             ready: The engine's event, after which the pages hold what is to be saved. None: now.
+                Saves are in order: one whose event never happens holds up all behind it.
 
         Raises:
             DestinationError: a page index is out of range or comes twice; nothing is saved.
@@ -120,10 +122,17 @@ class Manager:
         return self._call(self.core.leaks())
 
     def close(self) -> None:
-        """Release all leases, let everything under way end, and free all memory. Idempotent."""
+        """Release all leases, let everything under way end, and free all memory. Idempotent.
+
+        Raises:
+            StoreError: the SSD store could not leave its index; all else is closed.
+        """
         with contextlib.suppress(RuntimeError):  # its loop has ended already
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
 
     def __enter__(self) -> Self:
         return self
@@ -190,10 +199,11 @@ class Manager:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the constructor or close raises it
             if self._started.done():
-                raise
-            self._started.set_exception(error)
+                self._fault = error
+            else:
+                self._started.set_exception(error)
         finally:
             self._refuse_calls()
 
@@ -209,6 +219,9 @@ class Manager:
             return call.result()
         except concurrent.futures.CancelledError as error:
             raise Closed("the manager was closed") from error
+        except KeyboardInterrupt:
+            call.add_done_callback(self._give_back)
+            raise
 
     async def _call_async(self, work: Coroutine[Any, Any, T]) -> T:
         call = self._submit(work)

@@ -123,7 +123,7 @@ class BoundNode:
                     batch.abandon(Cancelled("the request was cancelled"))
                     return {}
                 if not isinstance(step, tuple):
-                    outputs = await step.run(batch, self.ctx)
+                    outputs = _checked(step, batch, await step.run(batch, self.ctx))
                     continue
                 for stage in step:
                     outputs = await stage.prepare(batch, self.ctx)
@@ -134,8 +134,11 @@ class BoundNode:
             batch.abandon(error)
             return {}
         except BaseException as error:
-            batch.abandon(self.stopping.explain(self.node, error))
-            raise
+            bug = _as_bug(error)
+            batch.abandon(self.stopping.explain(self.node, bug))
+            if bug is error:
+                raise
+            raise bug from error
         finally:
             self.batches += 1
             self.busy_s += time.perf_counter() - started_s
@@ -162,6 +165,23 @@ class BoundNode:
             for batch in rest.values():
                 batch.abandon(self.stopping.explain(self.node, error))
             raise
+
+
+def _checked(stage: Stage, batch: Batch, outputs: Any) -> Outputs:  # noqa: ANN401 - of a user's
+    """Refuse what a stage must not return: its batch would be lost, and its ticket never end."""
+    name = type(stage).__name__
+    if not isinstance(outputs, Mapping):
+        raise TypeError(f"stage {name} returned {outputs!r}; accepted: batches by output port")
+    if not outputs and batch.part is not None and not batch.part.settled:
+        raise TypeError(f"stage {name} returned no batch, and did not settle its part")
+    return outputs
+
+
+def _as_bug(error: BaseException) -> BaseException:
+    """Turn what would end the loop, but comes from a stage, into an ordinary exception."""
+    task = asyncio.current_task()
+    ours = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
+    return error if ours or isinstance(error, Exception) else RuntimeError(repr(error))
 
 
 def run_items(stages: tuple[ItemStage, ...], batch: ItemBatch) -> dict[int, CorruptObject]:

@@ -172,5 +172,8 @@ class ItemStage(Protocol):
 def unavailable_reason(implementation: type, config: Config) -> str | None:
     """Why a stage cannot run on this machine; None where it can, or does not say."""
     probe = getattr(implementation, "unavailable", None)
-    reason: str | None = probe(config) if probe else None
+    try:
+        reason: str | None = probe(config) if probe else None
+    except Exception as error:  # noqa: BLE001 - a user's probe may fail in any way
+        return f"cannot tell whether it can run here: {error!r}"
     return reason

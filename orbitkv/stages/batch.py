@@ -11,14 +11,10 @@ import structlog
 
 from orbitkv.cache.budget import Lease
 from orbitkv.cache.catalogue import Catalogue, Copy
+from orbitkv.codecs.base import reason_to_stay_raw
 from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.errors import CorruptObject, OrbitError, Undecodable
-from orbitkv.objects import (
-    PAYLOAD_ALIGN_NBYTES,
-    RawReason,
-    Segment,
-    align_up,
-)
+from orbitkv.objects import USER_FORMATS, Segment
 from orbitkv.segment import PagedTensors, StateKey
 from orbitkv.stages.ticket import Part
 
@@ -125,12 +121,16 @@ class EncodedBatch:
             if encoded is None:
                 continue
             stored_format, payload = encoded
-            if worth_encoding(len(payload), segment.original_nbytes):
+            if stored_format not in USER_FORMATS:
+                accepted = f"{USER_FORMATS[0]} to {USER_FORMATS[-1]}"
+                raise ValueError(f"recode to format {stored_format}; accepted: {accepted}")
+            reason = reason_to_stay_raw(len(payload), segment.original_nbytes)
+            if reason is None:
                 segment.format = stored_format
                 segment.payload = np.frombuffer(payload, np.uint8)
                 segment.crc32 = segment.offset = None
             else:
-                segment.raw_reason = RawReason.SAVES_TOO_LITTLE
+                segment.raw_reason = reason
 
     def release(self) -> None:
         """Give up all pool memory that was not admitted, and the budget."""
@@ -148,12 +148,6 @@ class EncodedBatch:
 
 class SealedBatch(EncodedBatch):
     """From C to D and G: every segment has its CRC."""
-
-
-def worth_encoding(stored_nbytes: int, original_nbytes: int) -> bool:
-    """Whether a representation saves 12.5 % of the raw footprint, both 512 B aligned."""
-    raw_nbytes = align_up(original_nbytes, PAYLOAD_ALIGN_NBYTES)
-    return align_up(stored_nbytes, PAYLOAD_ALIGN_NBYTES) * 8 <= raw_nbytes * 7
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from orbitkv.errors import Undecodable
+from orbitkv.errors import CorruptObject, Undecodable
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Format
 from orbitkv.stages.base import Outputs, StageContext
@@ -95,8 +95,7 @@ def _decode_segments(batch: DecodedBatch, index: int, positions: list[int]) -> N
     """Decode some of an object's segments, each straight into its slot where that is one run.
 
     Raises:
-        Undecodable: a format or length that the manager's codec does not write.
-        CorruptObject: a payload that no encoder writes, though its CRC stands.
+        Undecodable: a format, length or content that the manager's codec does not write.
     """
     assert batch.codecs
     _, destination = batch.items[index]
@@ -111,9 +110,12 @@ def _decode_segments(batch: DecodedBatch, index: int, positions: list[int]) -> N
             seen = segment.stored_nbytes
             raise Undecodable(f"{seen} bytes stored; accepted: {codec.encoded_nbytes}")
         page = tensors.segment(slot, page_index)
-        if tensors.run(slot, page_index) is not None:
-            codec.decode(segment.payload, page)
-        else:
-            decoded = np.empty(page.shape, page.dtype)
-            codec.decode(segment.payload, decoded)
-            np.copyto(page, decoded)
+        is_run = tensors.run(slot, page_index) is not None
+        target = page if is_run else np.empty(page.shape, page.dtype)
+        try:
+            codec.decode(segment.payload, target)
+        except CorruptObject as error:
+            # Its CRC stands, so every copy of it is like that: none may keep a new save out.
+            raise Undecodable(f"segment {position}: {error}") from error
+        if not is_run:
+            np.copyto(page, target)

@@ -40,11 +40,12 @@ class StoreDram:
         """Write headers, tables and padding on the lane; admit on the loop."""
         catalogue = ctx.catalogue
         lengths = await ctx.lane.run(_complete, batch.objects) if batch.objects else []
-        admitted = []
-        for entry, nbytes in zip(batch.objects, lengths, strict=True):
+        admitted: list[Copy] = []
+        # From the end, so that eviction takes a prefix's tail before its head.
+        for entry, nbytes in reversed(list(zip(batch.objects, lengths, strict=True))):
             catalogue.shrink(entry.home, nbytes)
             if catalogue.admit(entry.home):
-                admitted.append(entry.home)
+                admitted.insert(0, entry.home)
         if not batch.codecs.chosen_raw:
             _count(batch, catalogue.counters)
         batch.release()

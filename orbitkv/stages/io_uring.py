@@ -39,9 +39,12 @@ class WriteExtents:
             moved = await ctx.lane.write_many(
                 [Transfer(fd, _memory(source), extent.offset) for source, extent in pairs]
             )
-            for (_, extent), result in zip(pairs, moved, strict=True):
+            for (source, extent), result in zip(pairs, moved, strict=True):
                 fault = _fault(extent, result, ShortWrite)
-                if fault is None:
+                if source.hidden:
+                    # Pinned, so not evicted: it was refused meanwhile, and so is its copy.
+                    ctx.catalogue.counters["ssd_writes_dead"] += 1
+                elif fault is None:
                     ctx.catalogue.admit(extent)
                     ctx.catalogue.counters["ssd_writes"] += 1
                     ctx.catalogue.counters["ssd_written_nbytes"] += extent.nbytes

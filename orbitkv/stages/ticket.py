@@ -66,6 +66,11 @@ class Part:
         self.hashes = hashes
         self._settled = False
 
+    @property
+    def settled(self) -> bool:
+        """Whether the part has ended."""
+        return self._settled
+
     def settle(self, *, done: Iterable[bytes]) -> None:
         """Tell which of the part's pages were stored or placed. The others were not."""
         if not self._settled:

@@ -259,6 +259,8 @@ def row_with(**changes: object) -> bytes:
         pytest.param(index_with(objects=[[1, 2]]), id="rows of another type"),
         pytest.param(index_with(objects=[{"digest": "ab"}]), id="rows without fields"),
         pytest.param(row_with(more=1), id="a row with another field"),
+        pytest.param(row_with(generation=2**64), id="generation above all"),
+        pytest.param(row_with(digest="abcd"), id="digest of another length"),
         pytest.param(row_with(digest="xy"), id="digest that is no hex"),
         pytest.param(row_with(digest=5), id="digest that is no text"),
         pytest.param(row_with(offset=BLOCK + 1), id="unaligned offset"),
@@ -298,4 +300,42 @@ def test_index_that_cannot_be_read_leaves_the_path_unlocked(ssd_path: Path) -> N
         opened(ssd_path, persist=True).close([])
     if index_of(ssd_path).is_dir():
         index_of(ssd_path).rmdir()
+    ssd_path.unlink()  # without its index it is nothing that a store would take for its own
     opened(ssd_path, persist=True).close([])
+
+
+def test_a_file_of_somebody_elses_is_neither_used_nor_removed(ssd_path: Path) -> None:
+    ssd_path.write_text("precious")
+    for persist in (False, True):
+        with pytest.raises(StoreError, match="not a store of ours; accepted"):
+            opened(ssd_path, persist=persist)
+    assert ssd_path.read_text() == "precious"
+    assert list(ssd_path.parent.iterdir()) == [ssd_path]
+
+
+def test_a_link_or_a_pipe_is_neither_used_nor_removed(ssd_path: Path) -> None:
+    target = ssd_path.with_name("target")
+    target.write_text("precious")
+    ssd_path.symlink_to(target)
+    with pytest.raises(StoreError, match="not a store of ours"):
+        opened(ssd_path)
+    ssd_path.unlink()
+    os.mkfifo(ssd_path)
+    with pytest.raises(StoreError, match="not a store of ours"):
+        opened(ssd_path)
+    assert target.read_text() == "precious"
+
+
+def test_what_a_killed_manager_left_is_taken_over(ssd_path: Path) -> None:
+    ssd_path.write_bytes(b"old extents")
+    ssd_path.with_name(f"{ssd_path.name}.lock").write_text("999999\n")
+    opened(ssd_path).close([])
+    assert list(ssd_path.parent.iterdir()) == []
+
+
+def test_an_index_does_not_outlive_a_store_that_was_not_to_persist(ssd_path: Path) -> None:
+    opened(ssd_path, persist=True).close([ROW])
+    opened(ssd_path).close([])
+    store = opened(ssd_path, persist=True)
+    assert store.recovered == ()
+    store.close([])

@@ -169,7 +169,7 @@ def test_a_missing_file_names_the_packaged_definitions(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_not_a_definition(tmp_path: Path) -> None:
-    with pytest.raises(GraphError, match="Is a directory"):
+    with pytest.raises(GraphError, match="not a regular file"):
         load_pipeline(tmp_path)
 
 

@@ -850,3 +850,25 @@ def test_work_submitted_while_the_manager_closes_ends_as_closed(
     ready.set()
     assert ended(closing)
     assert isinstance(ticket.result(0), Saved)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_would_end_a_loop_ends_only_the_pipeline_when_a_stage_raises_it(
+    open_manager: ManagerFactory, tmp_path: Path, error: BaseException
+) -> None:
+    manager = open_manager(**with_planned_stages(tmp_path))
+    engine = Engine.register(manager)
+
+    async def fail(batch: EncodedBatch, ctx: StageContext) -> None:
+        raise error
+
+    PLANS["save"] = fail
+    for index in range(2):  # the second meets a pipeline that has stopped, and does not wait
+        outcome = manager.publish(engine.instance, [(page_hash(index), index)]).result(WAIT_S)
+        assert isinstance(outcome, Failed)
+        assert isinstance(outcome.error, StageFault)
+    assert rest(manager) == []

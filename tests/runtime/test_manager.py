@@ -332,8 +332,9 @@ def test_ready_that_nobody_can_wait_for_is_refused_and_hurts_nobody_else(
     open_manager: ManagerFactory,
 ) -> None:
     engine = Engine.register(open_manager())
-    with pytest.raises(TypeError, match=r"accepted: an event with wait\(\)"):
-        engine.manager.publish(engine.instance, [(page_hash(0), 0)], ready=object())
+    for ready in (object(), asyncio.Event()):  # the second waits for nobody but a coroutine
+        with pytest.raises(TypeError, match=r"accepted: an event that a thread can wait\(\) for"):
+            engine.manager.publish(engine.instance, [(page_hash(0), 0)], ready=ready)
     assert engine.save({page_hash(1): 1}).stored
 
 
@@ -1298,3 +1299,64 @@ def test_write_of_an_object_that_was_evicted_meanwhile_is_skipped(
     found = counters(engine.manager)
     assert found["ssd_writes_dead"] > 0
     assert found["ssd_writes_dead"] + found["ssd_writes"] >= 32
+
+
+@pytest.mark.parametrize("index", [True, False, np.True_])
+def test_truth_is_no_page_index(open_manager: ManagerFactory, index: object) -> None:
+    engine = Engine.register(open_manager())
+    with pytest.raises(DestinationError, match="accepted: integers"):
+        engine.save({page_hash(0): index})  # type: ignore[dict-item]
+    assert engine.save({page_hash(0): 1}).stored
+
+
+@pytest.mark.parametrize("strange", ["a hash", 7, None])
+def test_page_hashes_are_bytes(open_manager: ManagerFactory, strange: object) -> None:
+    engine = Engine.register(open_manager())
+    with pytest.raises(DestinationError, match="accepted: bytes"):
+        engine.manager.query(engine.instance, [strange])  # type: ignore[list-item]
+    with pytest.raises(DestinationError, match="accepted: bytes"):
+        engine.manager.publish(engine.instance, [(strange, 0)])  # type: ignore[list-item]
+
+
+def test_synchronize_is_what_waits_where_an_event_has_it(open_manager: ManagerFactory) -> None:
+    """As with a CUDA event, whose ``wait`` only orders a stream."""
+    calls: list[str] = []
+
+    class StreamEvent:
+        def wait(self) -> None:
+            calls.append("wait")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    engine = Engine.register(open_manager())
+    pages = [(page_hash(0), 0)]
+    engine.manager.publish(engine.instance, pages, ready=StreamEvent()).result(WAIT_S)
+    assert calls == ["synchronize"]
+
+
+def test_eviction_takes_a_saved_prefix_from_its_tail(open_manager: ManagerFactory) -> None:
+    engine = Engine.register(open_manager(pool_nbytes=6 * BLOCK), pages=8)
+    engine.save(numbered(5))
+    engine.save({page_hash("another"): 5, page_hash("third"): 6})
+    assert engine.hits(list(numbered(5))) == 4
+
+
+def test_two_slots_on_one_memory_are_refused(open_manager: ManagerFactory) -> None:
+    geometry = toy_geometry()
+    tensors = tensors_of(geometry, 4)
+    tensors["v0"] = tensors["k0"]
+    with pytest.raises(GeometryError, match="'k0' and 'v0' begin at one address"):
+        open_manager().register(geometry, tensors, model=model())
+
+
+def test_what_close_could_not_leave_is_raised_once(
+    open_manager: ManagerFactory, ssd_path: Path
+) -> None:
+    manager = open_manager(ssd_path=ssd_path, ssd_persist=True)
+    Engine.register(manager)
+    ssd_path.with_name(f"{ssd_path.name}.index").mkdir()
+    with pytest.raises(StoreError, match="closing"):
+        manager.close()
+    manager.close()
+    assert not ssd_path.with_name(f"{ssd_path.name}.lock").exists()

@@ -213,11 +213,12 @@ def test_managers_of_other_settings_never_share_a_namespace(open_manager: Manage
     assert engine_of(exact, geometry()).instance.namespace == names[0], "a seed nobody uses"
 
 
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.SSD])
 def test_a_payload_that_no_encoder_writes_is_a_miss_of_that_page(
-    open_manager: ManagerFactory,
+    open_manager: ManagerFactory, ssd_path: Path, tier: Tier
 ) -> None:
     """The CRC is made anew, so that only the decoder can notice."""
-    manager = open_manager(**settings("turboquant-4"))
+    manager = open_manager(ssd_path=ssd_path, **settings("turboquant-4"))
     made = geometry()
     source, target = engine_of(manager, made), engine_of(manager, made, seed=None)
     source.save(numbered(PAGES))
@@ -230,6 +231,13 @@ def test_a_payload_that_no_encoder_writes_is_a_miss_of_that_page(
 
     encoded.crc32 = crc32(encoded.payload)
     write_object(copy.memory, segments, key_digest=copy.digest, generation=copy.generation)
+    damaged = copy.memory.tobytes()
+    manager.flush(evict_dram=tier is Tier.SSD)
+    if tier is Tier.SSD:  # what was written before is whole: put the damage there too
+        extent = source.copy(page_hash(1), Tier.SSD)
+        with ssd_path.open("r+b") as file:
+            file.seek(extent.offset)
+            file.write(damaged)
     outcome = target.restore(numbered(PAGES))
     assert isinstance(outcome, Restored)
     assert outcome.missed == (page_hash(1),)
@@ -262,3 +270,28 @@ def test_a_codec_that_cannot_be_had_refuses_to_start(
 ) -> None:
     with pytest.raises(error, match=said):
         open_manager(storage_codec=name)
+
+
+def test_state_that_is_not_attentions_stays_exact_under_turboquant(
+    open_manager: ManagerFactory,
+) -> None:
+    slots = tuple(
+        Slot(
+            name=f"{layer}",
+            layer=layer,
+            role=Role.KV,
+            dtype="bfloat16",
+            heads=1,
+            head_dim=64,
+            group="recurrent" if layer == 3 else "attention",
+        )
+        for layer in range(LAYERS + 1)
+    )
+    made = Geometry(TOKENS, slots)
+    manager = open_manager(**settings("turboquant-4"))
+    source, target = engine_of(manager, made), engine_of(manager, made, seed=None)
+    source.save(numbered(PAGES))
+    target.restored(numbered(PAGES))
+    assert (target.tensors["3"] == source.tensors["3"]).all()
+    assert (target.tensors["2"] != source.tensors["2"]).any()
+    assert manager.statistics().counters["raw_opaque_state"] == PAGES

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from orbitkv.cache.catalogue import Copy, Tier
+from orbitkv.codecs import reason_to_stay_raw
 from orbitkv.config import MIB
 from orbitkv.objects import USER_FORMATS, Format, RawReason, Segment, read_header
 from orbitkv.segment import StateKey
 from orbitkv.stages.base import StageContext
-from orbitkv.stages.batch import EncodedBatch, ValidatedBatch, worth_encoding
+from orbitkv.stages.batch import EncodedBatch, ValidatedBatch
 from orbitkv.stages.ticket import Failed, Miss, Restored
 from tests.builders import (
     BLOCK,
@@ -200,7 +201,7 @@ def test_representation_is_kept_only_if_its_footprint_saves_an_eighth(
 ) -> None:
     if stored_nbytes == 0:
         stored_nbytes = 1
-    assert worth_encoding(stored_nbytes, original_nbytes) is worth
+    assert (reason_to_stay_raw(stored_nbytes, original_nbytes) is None) is worth
 
 
 def test_users_codec_makes_objects_smaller_and_they_come_back(
