@@ -238,7 +238,7 @@ def test_an_interrupt_leaves_nothing_behind(tiny_model: Path, prompt: Path, tmp_
 
 
 @pytest.mark.model
-@pytest.mark.timeout(900)  # a model is loaded twice, and 2,224 tokens are computed
+@pytest.mark.timeout(900)  # a model is loaded twice, and 4,097 tokens are computed
 @pytest.mark.skipif(
     not SMOLLM2.is_dir(),
     reason=f"no {SMOLLM2}: `make model` fetches it, ORBITKV_MODEL names another",
