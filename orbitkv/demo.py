@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.resources
-import importlib.util
 import json
 import os
 import platform
@@ -18,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -31,17 +29,20 @@ from orbitkv.cache.catalogue import Tier
 from orbitkv.config import MIB, Config, SsdBackend, format_nbytes, parse_nbytes
 from orbitkv.engines.checkpoint import (
     DEFAULT_MODEL,
+    NEEDED,
+    NEEDED_FOR_GGUF,
     GreedyEngine,
+    check_installed,
     digest_pages,
     find_model,
     load_model,
+    read_text,
     tokenize,
 )
 from orbitkv.errors import ConfigError, OrbitError
 from orbitkv.objects import object_nbytes
 from orbitkv.runtime.manager import Manager
 
-TEXT = "texts/qualify.txt"
 PROMPT_TOKENS = 4097  # 128 pages, and one token to compute
 NEW_TOKENS = 32
 WARM_UP_ROUNDS = 4  # until the allocator keeps what a restored cache and its growth take
@@ -61,9 +62,6 @@ sys.exit(demo.answer_task())
 Model = Any  # transformers.PreTrainedModel
 Cache = Any  # transformers.DynamicCache
 Saver = Any  # orbitkv.engines.transformers.OrbitKVCache
-
-_NEEDED = ("torch", "transformers")
-_NEEDED_FOR_GGUF = ("gguf", "accelerate")
 
 
 class _SecondProcessFailed(Exception):
@@ -206,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
-    _check_installed(_NEEDED)
+    check_installed(NEEDED)
     console = Console(file=sys.stderr)
     pool_nbytes = None
     if args.pool_size is not None:
@@ -214,8 +212,8 @@ def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
     if args.new_tokens < 1:
         raise ConfigError(f"--new-tokens: {args.new_tokens}; accepted: 1 or more")
     model_path, gguf_file = find_model(args.model)
-    text, text_name = _read_prompt(args.prompt_file)
-    _check_installed(_NEEDED_FOR_GGUF if gguf_file else ())
+    text, text_name = read_text(args.prompt_file, flag="--prompt-file")
+    check_installed(NEEDED_FOR_GGUF if gguf_file else ())
     with _ssd_file(args.ssd_path) as ssd_path:
         with _step(console, f"loading {args.model}"):
             token_ids, tokenizer = tokenize(model_path, gguf_file, text)
@@ -234,30 +232,6 @@ def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 # What is asked for ----------------------------------------------------------------------------
-
-
-def _read_prompt(path: Path | None) -> tuple[str, str]:
-    """Read the prompt; the text that comes with OrbitKV where none is given."""
-    if path is None:
-        packaged = importlib.resources.files("orbitkv") / TEXT
-        return packaged.read_text(encoding="utf-8").partition("\n\n")[2], f"orbitkv/{TEXT}"
-    try:
-        return path.read_text(encoding="utf-8"), str(path)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt-file {path}: {error}; accepted: UTF-8 text") from error
-    except OSError as error:
-        raise ConfigError(
-            f"--prompt-file {path}: {error.strerror}; accepted: a readable text file"
-        ) from error
-
-
-def _check_installed(names: Sequence[str]) -> None:
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"not installed: {', '.join(missing)}; to get all that the demo needs: "
-            "pip install 'orbitkv[transformers]'"
-        )
 
 
 @contextlib.contextmanager

@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib.resources
-import importlib.util
 import json
 import os
 import platform
@@ -35,9 +33,13 @@ from orbitkv.codecs import open_codec
 from orbitkv.config import Config
 from orbitkv.engines.checkpoint import (
     DEFAULT_MODEL,
+    NEEDED,
+    NEEDED_FOR_GGUF,
     GreedyEngine,
+    check_installed,
     find_model,
     load_model,
+    read_text,
     states_of,
     tokenize,
 )
@@ -52,7 +54,6 @@ NEW_TOKENS = 64
 PAGE_TOKENS = 32
 # Of the weights. On CPUs without AMX one token in bfloat16 takes ten times as long.
 WEIGHTS_DTYPE = "float32"
-TEXT = "texts/qualify.txt"
 KV_DTYPES = ("bfloat16", "float16")  # what codecs take
 REPORT_FILE, RATE_FILE, LAYERS_FILE = "qualify.json", "rate_kl.png", "layer_error.png"
 EXIT_DIFFERS, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -63,8 +64,7 @@ Axes = Any  # matplotlib.axes.Axes
 Floats = npt.NDArray[np.floating[Any]]
 Doubles = npt.NDArray[np.float64]
 
-_NEEDED = ("torch", "transformers", "matplotlib")
-_NEEDED_FOR_GGUF = ("gguf", "accelerate")
+_NEEDED = (*NEEDED, "matplotlib")
 _CROWDED_RATIO = 0.7  # from here on, a point's label has no room at its right
 
 
@@ -253,8 +253,8 @@ def _qualify(args: argparse.Namespace) -> dict[str, Any]:
             option = setting.replace("_", "-")
             raise ConfigError(f"--{option}: {value}; accepted: 1 or more")
     model_path, gguf_file = find_model(args.model)
-    text, text_name = _read_text(args.text_file)
-    _check_installed(_NEEDED + (_NEEDED_FOR_GGUF if gguf_file else ()))
+    text, text_name = read_text(args.text_file, flag="--text-file")
+    check_installed(_NEEDED + (NEEDED_FOR_GGUF if gguf_file else ()))
     with _files_of(args.out) as staging:
         with console.status(escape(f"loading {args.model}")):
             token_ids, _ = tokenize(model_path, gguf_file, text)
@@ -276,31 +276,6 @@ def _qualify(args: argparse.Namespace) -> dict[str, Any]:
         except OSError as error:
             raise _unwritable(args.out, error) from error
     return report
-
-
-def _read_text(path: Path | None) -> tuple[str, str]:
-    """Read the text, and name it; the one that comes with OrbitKV where none is given."""
-    if path is None:
-        packaged = importlib.resources.files("orbitkv") / TEXT
-        # The first paragraph says what the text is made of.
-        return packaged.read_text(encoding="utf-8").partition("\n\n")[2], f"orbitkv/{TEXT}"
-    try:
-        return path.read_text(encoding="utf-8"), str(path)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--text-file {path}: {error}; accepted: UTF-8 text") from error
-    except OSError as error:
-        raise ConfigError(
-            f"--text-file {path}: {error.strerror}; accepted: a readable text file"
-        ) from error
-
-
-def _check_installed(names: Sequence[str]) -> None:
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"not installed: {', '.join(missing)}; to get all that qualify needs: "
-            "pip install 'orbitkv[transformers]'"
-        )
 
 
 def _cut(args: argparse.Namespace, token_ids: Sequence[int]) -> list[list[int]]:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from orbitkv import cli, qualify
+from orbitkv.engines import checkpoint
 from orbitkv.runtime.core import Instance, PrefixLease
 
 ROOT = Path(__file__).parents[1]
@@ -317,7 +318,7 @@ def test_the_command_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_text_comes_with_the_package_and_says_what_it_is_made_of() -> None:
-    found, name = qualify._read_text(None)
+    found, name = checkpoint.read_text(None, flag="--text-file")
     path = Path(qualify.__file__).parent / "texts" / "qualify.txt"
     header = path.read_text(encoding="utf-8").partition("\n")[0]
     assert name == "orbitkv/texts/qualify.txt"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.resources
+import importlib.util
 import inspect
 import io
 from collections.abc import Iterator, Sequence
@@ -20,10 +22,42 @@ import numpy.typing as npt
 from orbitkv.errors import ConfigError
 
 DEFAULT_MODEL = Path(".models/smollm2")
+TEXT = "texts/qualify.txt"
+NEEDED = ("torch", "transformers")
+NEEDED_FOR_GGUF = ("gguf", "accelerate")
 
 Model = Any  # transformers.PreTrainedModel
 Cache = Any  # transformers.DynamicCache
 Logits = npt.NDArray[np.float32]
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Refuse, in one line, to go on without these modules."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"not installed: {', '.join(missing)}; to get all that a real model needs: "
+            "pip install 'orbitkv[transformers]'"
+        )
+
+
+def read_text(path: Path | None, *, flag: str) -> tuple[str, str]:
+    """Read a text, and name it; the one that comes with OrbitKV where no path is given.
+
+    Args:
+        flag: The option that named the path, for errors.
+    """
+    if path is None:
+        packaged = importlib.resources.files("orbitkv") / TEXT
+        # The first paragraph says what the text is made of.
+        return packaged.read_text(encoding="utf-8").partition("\n\n")[2], f"orbitkv/{TEXT}"
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {path}: {error}; accepted: UTF-8 text") from error
+    except OSError as error:
+        accepted = "a readable text file"
+        raise ConfigError(f"{flag} {path}: {error.strerror}; accepted: {accepted}") from error
 
 
 def find_model(path: Path) -> tuple[Path, Path | None]:
