@@ -20,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from orbitkv.errors import DestinationError, GeometryError
-from orbitkv.objects import PAYLOAD_ALIGN_NBYTES, object_nbytes, payload_offsets
+from orbitkv.objects import PAYLOAD_ALIGN_NBYTES, object_nbytes
 
 NAMESPACE_PREFIX = "orbitkv:v2:"
-PAGE_HASH_NBYTES = 32
 
 DTYPE_NBYTES: Mapping[str, int] = {
     "bfloat16": 2,
@@ -162,15 +161,6 @@ class Geometry:
             group: object_nbytes([self.segment_nbytes[index] for index in slots])
             for group, slots in self.groups.items()
         }
-
-    @cached_property
-    def layouts(self) -> Mapping[str, tuple[tuple[int, int, int], ...]]:
-        """Of each state group's raw object: (slot index, payload offset, bytes) a segment."""
-        layouts = {}
-        for group, slots in self.groups.items():
-            lengths = [self.segment_nbytes[index] for index in slots]
-            layouts[group] = tuple(zip(slots, payload_offsets(lengths), lengths, strict=True))
-        return layouts
 
     @cached_property
     def page_nbytes(self) -> int:

@@ -71,7 +71,6 @@ class Instance:
     namespace: str
     tensors: PagedTensors
     tickets: set[Ticket] = field(default_factory=set)
-    closed: bool = False
 
     @property
     def geometry(self) -> Geometry:
@@ -302,7 +301,6 @@ class Core:
     async def unregister(self, instance: Instance) -> None:
         """Take an instance away: its leases now, its tensors once its work has ended."""
         self._check_open(instance)
-        instance.closed = True
         self._instances.remove(instance)
         for lease in [lease for lease in self._leases if lease.instance is instance]:
             self._release(lease)

@@ -72,12 +72,12 @@ class Encode:
         tensors = batch.tensors
         home, page_index = entry.home.memory, entry.page_index
         assert home is not None
-        layout = tensors.geometry.layouts[entry.key.group]
+        layout = batch.codecs.layouts[entry.key.group]
         segments = entry.segments
         block = tensors.block(entry.slots, page_index)
         if block is not None:
-            _payloads(home, layout[0][1], block)[:] = block
-        for slot, offset, nbytes in layout:
+            _payloads(home, layout[0].offset, block)[:] = block
+        for slot, offset, nbytes, _, _ in layout:
             payload = home[offset : offset + nbytes]
             if block is None:
                 run = tensors.run(slot, page_index)
