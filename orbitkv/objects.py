@@ -27,6 +27,7 @@ MAX_SEGMENTS = 2**16
 MAX_SEGMENT_NBYTES = 2**40
 
 Bytes = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.void]
 
 # magic, version, header_nbytes, segments, generation, total_nbytes, key digest, 28 bytes of zero,
 # and behind them the CRC-32 of these bytes and the table.
@@ -38,6 +39,18 @@ _ROW_FIELDS = "BBHIQQQ"
 _ROW = struct.Struct("<" + _ROW_FIELDS)
 ROW_NBYTES = _ROW.size
 _RESERVED = bytes(28)
+# The same row for numpy, where many are made or checked at once.
+ROW = np.dtype(
+    [
+        ("format", "u1"),
+        ("raw_reason", "u1"),
+        ("flags", "<u2"),
+        ("crc32", "<u4"),
+        ("original_nbytes", "<u8"),
+        ("stored_nbytes", "<u8"),
+        ("offset", "<u8"),
+    ]
+)
 
 
 class Format(IntEnum):
@@ -206,11 +219,30 @@ def write_object(
         )
     image[end:total_nbytes] = 0
     table = struct.pack("<" + _ROW_FIELDS * len(segments), *rows)
-    fields = (HEADER_NBYTES, len(segments), generation, total_nbytes, key_digest, _RESERVED)
+    _write_head(image, table, total_nbytes, key_digest, generation)
+    return total_nbytes
+
+
+def _write_head(
+    image: Bytes, table: bytes, total_nbytes: int, key_digest: bytes, generation: int
+) -> None:
+    segments = len(table) // ROW_NBYTES
+    fields = (HEADER_NBYTES, segments, generation, total_nbytes, key_digest, _RESERVED)
     head = _HEADER.pack(MAGIC, VERSION, *fields)
     seal = _CRC.pack(crc32(table, crc32(head)))
-    image[:table_end] = np.frombuffer(head + seal + table, np.uint8)
-    return total_nbytes
+    image[: HEADER_NBYTES + len(table)] = np.frombuffer(head + seal + table, np.uint8)
+
+
+def finish_object(image: Bytes, rows: Rows, *, key_digest: bytes, generation: int) -> None:
+    """Write header, table and the padding at both ends round payloads that lie in place.
+
+    Args:
+        image: uint8[total_nbytes], host; the padding between payloads is zero already.
+        rows: ``ROW``[segments], complete.
+    """
+    _write_head(image, rows.tobytes(), image.nbytes, key_digest, generation)
+    image[HEADER_NBYTES + rows.nbytes : int(rows["offset"][0])] = 0
+    image[int(rows["offset"][-1]) + int(rows["stored_nbytes"][-1]) :] = 0
 
 
 def read_header(image: Bytes, *, key_digest: bytes | None = None) -> Header:
@@ -219,6 +251,30 @@ def read_header(image: Bytes, *, key_digest: bytes | None = None) -> Header:
     Args:
         image: uint8[n], host; the object's bytes and nothing after them.
         key_digest: The key that was asked for. None: any, for a reader of files.
+
+    Raises:
+        CorruptObject: naming the field, what was seen, and what is accepted.
+    """
+    header = read_sealed(image, key_digest=key_digest)
+    end = HEADER_NBYTES + len(header.table)
+    rows = enumerate(_ROW.iter_unpack(header.table))
+    for index, (kind, _, flags, _, original_nbytes, stored_nbytes, offset) in rows:
+        # Each offset follows from the lengths before it, so no two payloads can overlap.
+        if offset != -(-end // PAYLOAD_ALIGN_NBYTES) * PAYLOAD_ALIGN_NBYTES or flags:
+            raise CorruptObject(f"segment {index}: offset {offset}, flags {flags}")
+        if kind == _RAW and stored_nbytes != original_nbytes:
+            raise CorruptObject(
+                f"segment {index}: raw, {stored_nbytes} of {original_nbytes} bytes stored"
+            )
+        if original_nbytes > MAX_SEGMENT_NBYTES:
+            raise CorruptObject(f"segment {index}: original_nbytes {original_nbytes}")
+        end = offset + stored_nbytes
+    _expect("total_nbytes", header.total_nbytes, align_up(end, OBJECT_ALIGN_NBYTES))
+    return header
+
+
+def read_sealed(image: Bytes, *, key_digest: bytes | None = None) -> Header:
+    """Check an object's header, and the CRC over it and its table; of the rows, nothing.
 
     Raises:
         CorruptObject: naming the field, what was seen, and what is accepted.
@@ -242,20 +298,6 @@ def read_header(image: Bytes, *, key_digest: bytes | None = None) -> Header:
     _expect("crc32 of header and table", crc32(table, crc32(head)), stored_crc)
     if key_digest is not None:
         _expect("key digest", digest.hex(), key_digest.hex())
-    end = table_end
-    rows = enumerate(_ROW.iter_unpack(table))
-    for index, (kind, _, flags, _, original_nbytes, stored_nbytes, offset) in rows:
-        # Each offset follows from the lengths before it, so no two payloads can overlap.
-        if offset != -(-end // PAYLOAD_ALIGN_NBYTES) * PAYLOAD_ALIGN_NBYTES or flags:
-            raise CorruptObject(f"segment {index}: offset {offset}, flags {flags}")
-        if kind == _RAW and stored_nbytes != original_nbytes:
-            raise CorruptObject(
-                f"segment {index}: raw, {stored_nbytes} of {original_nbytes} bytes stored"
-            )
-        if original_nbytes > MAX_SEGMENT_NBYTES:
-            raise CorruptObject(f"segment {index}: original_nbytes {original_nbytes}")
-        end = offset + stored_nbytes
-    _expect("total_nbytes", total_nbytes, align_up(end, OBJECT_ALIGN_NBYTES))
     return Header(generation, total_nbytes, digest, table)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -276,18 +276,26 @@ class StateKey:
 
 
 class PagedTensors:
-    """One instance's registered CPU tensors, as words of the dtype's width.
+    """One instance's registered tensors, as words of the dtype's width.
 
-    Holds no copy: a page is a strided view of the engine's own memory.
+    Holds no copy: a page is a strided view of the engine's own memory. Tensors in GPU memory are
+    described by views of the same kind, which no host code may read or write.
 
     Args:
         geometry: What the engine declares.
-        tensors: A ``torch.Tensor`` on the CPU or ``np.ndarray`` for each slot's name, with the
-            shape of ``geometry.shape(slot, pages)`` and one number of pages in all.
+        tensors: For each slot's name a ``torch.Tensor``, ``np.ndarray`` or ``cupy.ndarray``, with
+            the shape of ``geometry.shape(slot, pages)`` and one number of pages in all; all on
+            the CPU, or all on one GPU.
+
+    Attributes:
+        device: Ordinal of the CUDA device that holds the tensors; None: host memory.
+        device_slots: The slots as kernels read them, once the lanes have opened the device.
 
     Raises:
         GeometryError: with every difference between a tensor and its slot.
     """
+
+    device_slots: Any = None
 
     def __init__(self, geometry: Geometry, tensors: Mapping[str, Any]) -> None:
         faults: list[str] = []
@@ -300,15 +308,17 @@ class PagedTensors:
         self._runs: list[npt.NDArray[np.uint8] | None] = []
         self._blocks: dict[tuple[int, ...], npt.NDArray[np.uint8] | None] = {}
         page_counts: dict[int, str] = {}
+        devices: dict[int | None, str] = {}
         for slot in geometry.slots:
             if slot.name not in tensors:
                 continue
             try:
-                words = _as_words(slot, tensors[slot.name])
+                words, device = _as_words(slot, tensors[slot.name])
                 _check_words(geometry, slot, words)
             except GeometryError as error:
                 faults += error.faults
                 continue
+            devices.setdefault(device, slot.name)
             page_axis = slot.axes.index(Axis.PAGE)
             page_counts.setdefault(words.shape[page_axis], slot.name)
             pages = np.moveaxis(words, page_axis, 0)
@@ -322,9 +332,17 @@ class PagedTensors:
         if len(page_counts) > 1:
             counts = ", ".join(f"{name!r} has {pages}" for pages, name in page_counts.items())
             faults.append(f"tensors hold different numbers of pages: {counts}")
+        if len(devices) > 1:
+            places = ", ".join(f"{name!r} on {_place(on)}" for on, name in devices.items())
+            faults.append(f"tensors on several devices: {places}; accepted: one a registration")
         if faults:
             raise GeometryError(tuple(faults))
         self.pages = next(iter(page_counts))
+        self.device = next(iter(devices))
+
+    def view(self, slot_index: int) -> Words:
+        """All pages of a slot: words[page, ...] with the strides of the engine's tensor."""
+        return self._words[slot_index]
 
     def segment(self, slot_index: int, page_index: int) -> Words:
         """One page's part of a slot: a view of words, strided as the engine lays it out."""
@@ -378,34 +396,64 @@ def _listing(values: Sequence[object], *, most: int = 8) -> str:
     return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
 
 
-def _as_words(slot: Slot, tensor: Any) -> Words:  # noqa: ANN401 - torch or numpy
-    """View a tensor's memory as unsigned words, keeping its strides.
+def _place(device: int | None) -> str:
+    return "the CPU" if device is None else f"cuda:{device}"
+
+
+def _as_words(slot: Slot, tensor: Any) -> tuple[Words, int | None]:  # noqa: ANN401 - see below
+    """View a torch, numpy or CuPy tensor's memory as unsigned words, keeping its strides.
 
     The dtype is compared by name, so that torch need not be imported to check a numpy array.
+
+    Returns:
+        The view, and the CUDA device that holds the memory.
     """
-    if isinstance(tensor, np.ndarray):
+    word = _WORD[DTYPE_NBYTES[slot.dtype]]
+    if isinstance(tensor, np.ndarray) or type(tensor).__module__.partition(".")[0] == "cupy":
         seen = str(tensor.dtype)
         word_of = {"bfloat16": ("uint16",), "float8_e4m3fn": ("uint8",)}.get(slot.dtype, ())
         if seen != slot.dtype and seen not in word_of:
             wanted = " or ".join((slot.dtype, *word_of))
             raise GeometryError((f"slot {slot.name!r}: dtype {seen}; declared {wanted}",))
-        viewed: Words = tensor.view(_WORD[DTYPE_NBYTES[slot.dtype]])
-        return viewed
+        if isinstance(tensor, np.ndarray):
+            viewed: Words = tensor.view(word)
+            return viewed, None
+        return _described(tensor.data.ptr, tensor.shape, tensor.strides, word), tensor.device.id
     seen = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
     if seen != slot.dtype:
         raise GeometryError((f"slot {slot.name!r}: dtype {seen}; declared {slot.dtype}",))
-    device = str(getattr(tensor, "device", "an unknown device"))
-    if device != "cpu":
-        message = f"slot {slot.name!r}: on {device}; accepted in this release: cpu"
-        raise GeometryError((message,))
+    device = getattr(tensor, "device", None)
+    kind = getattr(device, "type", "an unknown device")
+    if kind not in {"cpu", "cuda"}:
+        raise GeometryError((f"slot {slot.name!r}: on {device or kind}; accepted: cpu, cuda",))
     if "strided" not in str(getattr(tensor, "layout", "strided")):
         message = f"slot {slot.name!r}: layout {tensor.layout}; accepted: torch.strided"
         raise GeometryError((message,))
+    if kind == "cuda":
+        strides = [stride * word.itemsize for stride in tensor.stride()]
+        return _described(tensor.data_ptr(), tensor.shape, strides, word), device.index
     import torch  # noqa: PLC0415 - only an engine that brings torch pays for its import
 
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}[DTYPE_NBYTES[slot.dtype]]
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}[word.itemsize]
     words: Words = tensor.detach().view(signed).numpy()
-    return words.view(_WORD[words.itemsize])
+    return words.view(word), None
+
+
+def _described(
+    address: int, shape: Sequence[int], strides: Sequence[int], word: np.dtype[Any]
+) -> Words:
+    """Describe GPU memory by a numpy view, whose address, shape and strides are all of use."""
+
+    class Described:
+        __array_interface__: ClassVar = {
+            "version": 3,
+            "data": (address, False),
+            "shape": tuple(shape),
+            "strides": tuple(strides),
+            "typestr": word.str,
+        }
+
+    return np.asarray(Described())
 
 
 def _check_words(geometry: Geometry, slot: Slot, words: Words) -> None:

@@ -499,7 +499,7 @@ def test_memory_that_cannot_be_written_is_refused() -> None:
 def test_tensors_on_another_device_are_refused() -> None:
     meta = torch.zeros(geometry().shape(slot(), PAGES), dtype=torch.float16, device="meta")
     assert faults_of(geometry(), {"k": meta}) == (
-        "slot 'k': on meta; accepted in this release: cpu",
+        "slot 'k': on meta; accepted: cpu, cuda",
     )
 
 

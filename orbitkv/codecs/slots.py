@@ -5,11 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
 
 from orbitkv.codecs.base import Codec, SegmentCodec, SegmentSpec, reason_to_stay_raw
 from orbitkv.codecs.raw import RawCodec
-from orbitkv.objects import RawReason, payload_offsets
+from orbitkv.objects import (
+    OBJECT_ALIGN_NBYTES,
+    PAYLOAD_ALIGN_NBYTES,
+    ROW,
+    Format,
+    RawReason,
+    Rows,
+    align_up,
+    payload_offsets,
+)
 from orbitkv.segment import Geometry
 
 PROTECTED_LAYERS = 2  # at each end of a pipeline stage
@@ -29,8 +41,54 @@ class Place(NamedTuple):
     codec: SegmentCodec | None
     raw_reason: RawReason
 
+    @property
+    def stored_nbytes(self) -> int:
+        """Length of the payload."""
+        return self.codec.encoded_nbytes if self.codec else self.original_nbytes
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where an object's segments lie in its image, and in which form.
+
+    Attributes:
+        places: One a segment, in order.
+    """
+
+    places: tuple[Place, ...]
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The segment table, ``ROW``[segments], with CRCs of zero."""
+        return np.array(
+            [
+                (
+                    int(place.codec.format if place.codec else Format.RAW),
+                    int(place.raw_reason),
+                    0,
+                    0,
+                    place.original_nbytes,
+                    place.stored_nbytes,
+                    place.offset,
+                )
+                for place in self.places
+            ],
+            ROW,
+        )
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Length of the object, a multiple of 4 KiB."""
+        last = self.places[-1]
+        return align_up(last.offset + last.stored_nbytes, OBJECT_ALIGN_NBYTES)
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether there is padding between two payloads."""
+        return any(place.stored_nbytes % PAYLOAD_ALIGN_NBYTES for place in self.places[:-1])
+
+
+@dataclass(frozen=True, eq=False)
 class SlotCodecs:
     """What each slot of a geometry is stored as.
 
@@ -40,7 +98,7 @@ class SlotCodecs:
     """
 
     codecs: tuple[SegmentCodec | RawReason, ...]
-    layouts: Mapping[str, tuple[Place, ...]]
+    layouts: Mapping[str, Layout]
 
     @property
     def chosen_raw(self) -> bool:
@@ -89,7 +147,7 @@ def lay_out(
     geometry: Geometry,
     slots: tuple[int, ...],
     raw: Mapping[int, RawReason],
-) -> tuple[Place, ...]:
+) -> Layout:
     """Place an object's segments, those in ``raw`` (by slot) uncoded for its reasons."""
     kinds: list[tuple[SegmentCodec | None, RawReason]] = []
     for slot in slots:
@@ -106,10 +164,12 @@ def lay_out(
         for (codec, _), nbytes in zip(kinds, originals, strict=True)
     ]
     offsets = payload_offsets(stored)
-    return tuple(
-        Place(slot, offset, nbytes, codec, reason)
-        for slot, offset, nbytes, (codec, reason) in zip(
-            slots, offsets, originals, kinds, strict=True
+    return Layout(
+        tuple(
+            Place(slot, offset, nbytes, codec, reason)
+            for slot, offset, nbytes, (codec, reason) in zip(
+                slots, offsets, originals, kinds, strict=True
+            )
         )
     )
 

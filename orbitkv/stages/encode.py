@@ -72,7 +72,7 @@ class Encode:
         tensors = batch.tensors
         home, page_index = entry.home.memory, entry.page_index
         assert home is not None
-        layout = batch.codecs.layouts[entry.key.group]
+        layout = batch.codecs.layouts[entry.key.group].places
         segments = entry.segments
         block = tensors.block(entry.slots, page_index)
         if block is not None:
@@ -99,14 +99,13 @@ class Encode:
                 page = batch.tensors.segment(slot, entry.page_index)
                 run = np.ascontiguousarray(page).reshape(-1).view(np.uint8)
             sources.append(run)
-        layout = batch.codecs.layouts[entry.key.group]
+        layout = batch.codecs.layouts[entry.key.group].places
         raw: dict[int, RawReason] = {}
         while refused := _encode_into(home, layout, sources):
             raw |= {layout[position].slot: reason for position, reason in refused.items()}
-            layout = lay_out(batch.codecs, geometry, entry.slots, raw)
+            layout = lay_out(batch.codecs, geometry, entry.slots, raw).places
         for place, source in zip(layout, sources, strict=True):
-            stored_nbytes = place.codec.encoded_nbytes if place.codec else place.original_nbytes
-            payload = home[place.offset : place.offset + stored_nbytes]
+            payload = home[place.offset : place.offset + place.stored_nbytes]
             if place.codec is None:
                 payload[:] = source
             entry.segments.append(
