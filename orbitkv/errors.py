@@ -83,5 +83,9 @@ class EngineFault(OrbitError):
     """The engine's event failed, so what its pages hold is not known; nothing is saved."""
 
 
+class DeviceFault(OrbitError):
+    """The GPU refused or failed; what the request had enqueued there may not have been done."""
+
+
 class StageFault(OrbitError):
     """A stage failed with something other than an OrbitError: a bug, which stops its pipeline."""

@@ -82,6 +82,7 @@ class RawReason(IntEnum):
     PROTECTED_LAYER = 8
     OPAQUE_STATE = 9
     NO_BUDGET = 10
+    CODEC_FAILED = 11
 
 
 # CRC-32 of IEEE 802.3, equal to ``zlib.crc32``; releases the GIL. Bound as it is: a call through a

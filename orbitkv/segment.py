@@ -290,12 +290,14 @@ class PagedTensors:
     Attributes:
         device: Ordinal of the CUDA device that holds the tensors; None: host memory.
         device_slots: The slots as kernels read them, once the lanes have opened the device.
+        bridged: The GPU's arenas cannot hold a page, so its segments pass through the host.
 
     Raises:
         GeometryError: with every difference between a tensor and its slot.
     """
 
     device_slots: Any = None
+    bridged: bool = False
 
     def __init__(self, geometry: Geometry, tensors: Mapping[str, Any]) -> None:
         faults: list[str] = []
@@ -422,7 +424,7 @@ def _as_words(slot: Slot, tensor: Any) -> tuple[Words, int | None]:  # noqa: ANN
     seen = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
     if seen != slot.dtype:
         raise GeometryError((f"slot {slot.name!r}: dtype {seen}; declared {slot.dtype}",))
-    device = getattr(tensor, "device", None)
+    device: Any = getattr(tensor, "device", None)
     kind = getattr(device, "type", "an unknown device")
     if kind not in {"cpu", "cuda"}:
         raise GeometryError((f"slot {slot.name!r}: on {device or kind}; accepted: cpu, cuda",))

@@ -17,6 +17,7 @@ from orbitkv import Config, Manager
 from orbitkv.cache.catalogue import Copy, Tier
 from orbitkv.errors import Closed
 from orbitkv.graph import Node, Port
+from orbitkv.codecs.cuda.workspace import DeviceStream
 from orbitkv.objects import HEADER_NBYTES, ROW_NBYTES, Bytes, payload_offsets
 from orbitkv.pipeline import PACKAGED
 from orbitkv.runtime.core import Instance
@@ -287,6 +288,9 @@ class FaultyLane:
 
     async def reached(self, event: object) -> None:
         await self.inner.reached(event)  # type: ignore[attr-defined]
+
+    def on(self, device: int) -> DeviceStream:
+        return self.inner.on(device)  # type: ignore[attr-defined]
 
     async def read_many(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
         return await self._many(transfers, self.lanes.on_read, writes=False)

@@ -498,9 +498,7 @@ def test_memory_that_cannot_be_written_is_refused() -> None:
 
 def test_tensors_on_another_device_are_refused() -> None:
     meta = torch.zeros(geometry().shape(slot(), PAGES), dtype=torch.float16, device="meta")
-    assert faults_of(geometry(), {"k": meta}) == (
-        "slot 'k': on meta; accepted: cpu, cuda",
-    )
+    assert faults_of(geometry(), {"k": meta}) == ("slot 'k': on meta; accepted: cpu, cuda",)
 
 
 @pytest.mark.parametrize("thing", [None, 7, "tensor", [1.0], object()])

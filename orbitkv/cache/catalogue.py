@@ -358,7 +358,7 @@ class Catalogue:
         pinned_nbytes = self._shelves[Tier.DRAM].pinned_nbytes
         if nbytes > self.pool.capacity_nbytes - pinned_nbytes:
             return None
-        copies: list[Copy] = []
+        offsets: list[int] = []
         evicted = False
         for want in wants:
             offset = self.pool.allocate(want.nbytes)
@@ -370,17 +370,27 @@ class Catalogue:
                     self._free(ousted)
                     offset = self.pool.allocate(want.nbytes)
             if offset is None:  # enough is free, in pieces too small
-                for copy in copies:
-                    copy.source = None
-                    self._shelves[Tier.DRAM].pinned_nbytes -= copy.nbytes
-                    self._free(copy)
+                for want, taken in zip(wants, offsets, strict=False):
+                    self.pool.free(taken, want.nbytes)
                 # What was evicted late may have joined what was taken early.
                 return self._allocate_all(wants) if evicted else None
-            memory = self.pool.memory[offset : offset + want.nbytes]
-            copy = Copy(want.digest, want.generation, Tier.DRAM, offset, want.nbytes, memory)
-            copy.source = want.source
-            copies.append(self._new_copy(copy))
-        return copies
+            offsets.append(offset)
+        if len({want.nbytes for want in wants}) == 1:
+            offsets.sort()  # neighbours of a prefix beside each other: a device copies them at once
+        return [
+            self._new_copy(
+                Copy(
+                    want.digest,
+                    want.generation,
+                    Tier.DRAM,
+                    offset,
+                    want.nbytes,
+                    self.pool.memory[offset : offset + want.nbytes],
+                    want.source,
+                )
+            )
+            for want, offset in zip(wants, offsets, strict=True)
+        ]
 
     def _withdraw(self, granted: asyncio.Future[list[Copy]], *, urgent: bool) -> None:
         """End a wait without taking what may have been granted in the same tick."""

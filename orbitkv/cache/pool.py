@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,6 +23,7 @@ class Pool:
 
     Attributes:
         memory: uint8[capacity_nbytes], host, page-aligned.
+        address: Of its first byte.
         unlocked_reason: Why the memory is not locked; None where it is, or was not asked to be.
     """
 
@@ -36,8 +38,10 @@ class Pool:
         mapping = mmap.mmap(-1, capacity_nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
         self.memory: Bytes = np.frombuffer(mapping, np.uint8)
+        self.address: int = self.memory.ctypes.data
         self.unlocked_reason = _lock(self.memory) if lock_memory else None
         self._ranges = FreeRanges(capacity_nbytes)
+        self._unpin: Callable[[int], None] | None = None
 
     @property
     def capacity_nbytes(self) -> int:
@@ -62,8 +66,21 @@ class Pool:
         """Give a range back. Only after the last DMA or I/O on it has ended."""
         self._ranges.free(offset, nbytes)
 
+    def pin(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
+        """Let a device copy from and to the pool by itself, until it is closed. Once is enough.
+
+        Args:
+            register, unregister: The device's calls, for an address and a number of bytes.
+        """
+        if self._unpin is None:
+            register(self.address, self.memory.nbytes)
+            self._unpin = unregister
+
     def close(self) -> None:
         """Drop the mapping; a view that somebody still holds keeps it alive until it goes."""
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            unpin(self.address)
         self.memory = np.empty(0, np.uint8)
 
 

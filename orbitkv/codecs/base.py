@@ -15,6 +15,9 @@ from orbitkv.segment import DTYPE_NBYTES, HND, Axis, Role, Slot
 
 MOST_SOURCE_NBYTES = 16 * MIB
 
+# What a kernel found wrong with a segment. Bits; what is not finite outweighs the rest.
+NONFINITE, OUT_OF_RANGE, SCALAR_OVERFLOW = 1, 2, 4
+
 Words = npt.NDArray[Any]
 Addresses = npt.NDArray[np.int64]
 
@@ -92,6 +95,11 @@ class SegmentCodec(Protocol):
         ...
 
     @property
+    def kernel(self) -> tuple[Any, ...]:
+        """The GPU kernels that do the same: a name, and what they are instantiated for."""
+        ...
+
+    @property
     def encoded_nbytes(self) -> int:
         """Length of every payload: it depends on the spec alone."""
         ...
@@ -164,6 +172,13 @@ class Codec(Protocol):
             The codec for them, or why all of them must be raw.
         """
         ...
+
+
+def reason_of(fault: int) -> RawReason:
+    """Why a segment in which a kernel found these faults must be raw."""
+    if fault & NONFINITE:
+        return RawReason.NONFINITE
+    return RawReason.OUT_OF_RANGE if fault & OUT_OF_RANGE else RawReason.SCALAR_OVERFLOW
 
 
 def reason_to_stay_raw(encoded_nbytes: int, original_nbytes: int) -> RawReason | None:

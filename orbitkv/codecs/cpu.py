@@ -25,13 +25,12 @@ from numba.core import cgutils, event
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
+from orbitkv.codecs.base import NONFINITE, OUT_OF_RANGE, SCALAR_OVERFLOW
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 u8, u16, u32, i16, i32 = np.uint8, np.uint16, np.uint32, np.int16, np.int32
 f32 = np.float32
-
-# What a kernel found wrong with a segment. Bits; what is not finite outweighs the rest.
-NONFINITE, OUT_OF_RANGE, SCALAR_OVERFLOW = 1, 2, 4
 
 # As words: the largest E4M3FN value, and infinity.
 _MOST_BF16, _MOST_F16 = 0x43E0, 0x5F00

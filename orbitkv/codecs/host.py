@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbitkv.codecs import cpu, tables
-from orbitkv.codecs.base import Addresses, SegmentSpec, Words
+from orbitkv.codecs.base import Addresses, SegmentSpec, Words, reason_of
 from orbitkv.codecs.raw import address_of, check_payload, check_room, check_segment
 from orbitkv.errors import CorruptObject
 from orbitkv.objects import Bytes, Format, RawReason
@@ -64,7 +64,7 @@ class _Segments(ABC):
         self._encode(sources, targets, faults)
         if not np.count_nonzero(faults):
             return {}
-        return {int(index): _reason(int(faults[index])) for index in np.flatnonzero(faults)}
+        return {int(index): reason_of(int(faults[index])) for index in np.flatnonzero(faults)}
 
     def decode_many(self, sources: Addresses, targets: Addresses) -> None:
         """Decode payloads whose lengths have been checked."""
@@ -95,12 +95,6 @@ def _paired(sources: Addresses, targets: Addresses) -> tuple[Addresses, Addresse
     return np.ascontiguousarray(sources, np.int64), np.ascontiguousarray(targets, np.int64)
 
 
-def _reason(fault: int) -> RawReason:
-    if fault & cpu.NONFINITE:
-        return RawReason.NONFINITE
-    return RawReason.OUT_OF_RANGE if fault & cpu.OUT_OF_RANGE else RawReason.SCALAR_OVERFLOW
-
-
 @dataclass(frozen=True)
 class Fp8Codec:
     """E4M3FN, rounded to nearest even: one byte an element, whatever the layout."""
@@ -128,6 +122,7 @@ class Fp8Segments(_Segments):
     def __init__(self, spec: SegmentSpec) -> None:
         super().__init__(spec, Format.FP8_E4M3FN, spec.elements)
         self._is_half = _HALF[spec.dtype]
+        self.kernel = ("fp8", self._is_half)
 
     def _encode(self, sources: Addresses, targets: Addresses, faults: Addresses) -> None:
         cpu.fp8_encode(sources, targets, faults, self.encoded_nbytes, self._is_half)

@@ -95,6 +95,7 @@ class RawSegments:
 
     spec: SegmentSpec
     format = Format.RAW
+    kernel = ("raw",)
 
     @property
     def encoded_nbytes(self) -> int:

@@ -77,6 +77,11 @@ class Layout:
         )
 
     @cached_property
+    def table(self) -> bytes:
+        """The same as bytes."""
+        return self.rows.tobytes()
+
+    @cached_property
     def nbytes(self) -> int:
         """Length of the object, a multiple of 4 KiB."""
         last = self.places[-1]

@@ -18,6 +18,8 @@ from orbitkv.cache.catalogue import Catalogue, Copy, Tier
 from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
 from orbitkv.codecs import open_codec
+from orbitkv.codecs.cuda.tasks import tasks_nbytes
+from orbitkv.codecs.cuda.workspace import workspace_nbytes
 from orbitkv.codecs.slots import SlotCodecs, bind_slots
 from orbitkv.config import MIB, Config
 from orbitkv.errors import (
@@ -28,8 +30,10 @@ from orbitkv.errors import (
     ImpossibleRequest,
 )
 from orbitkv.graph import Node
+from orbitkv.objects import OBJECT_ALIGN_NBYTES
 from orbitkv.pipeline import load_pipeline
 from orbitkv.runtime.channel import ChannelStatistics
+from orbitkv.runtime.cuda import CudaLane, Device
 from orbitkv.runtime.lanes import BlockingEvent, HostLane
 from orbitkv.runtime.preadv import PreadLane
 from orbitkv.runtime.runtime import NodeStatistics, OwnedLane, Runtime
@@ -56,7 +60,7 @@ from orbitkv.stages.ticket import Miss, Outcome, Restored, Saved, Ticket
 LaneWrapper = Callable[[OwnedLane], OwnedLane]
 
 MAX_BATCH_SEGMENTS = 256
-# What R reads for its CRC is still in the last-level cache when E copies it.
+# What R reads for its CRC is still in a host's last-level cache when E copies it.
 TARGET_BATCH_NBYTES = 16 * MIB
 
 
@@ -172,6 +176,8 @@ class Core:
         self._feeding: set[asyncio.Task[None]] = set()
         self._bound: dict[Geometry, SlotCodecs] = {}
         self._io_lanes: list[RingLane | PreadLane] = []
+        self._cuda_lanes: list[CudaLane] = []
+        self._devices: dict[int, Device] = {}
         self._log = _logger()
 
     async def __aenter__(self) -> Self:
@@ -221,13 +227,17 @@ class Core:
                 await asyncio.wait(self._feeding)
 
     def _open_lane(self, node: Node) -> OwnedLane:
+        if node.lane_kind == "stream":
+            lane = CudaLane(node.lane, self.config.storage_codec_budget_nbytes)
+            self._cuda_lanes.append(lane)
+            return self._wrap_lane(lane)
         if node.lane_kind != "ring":
             return self._wrap_lane(HostLane(node.lane))
-        lane = open_io_lane(
+        ring = open_io_lane(
             node.lane, depth=node.depth, backend=self.config.ssd_backend, log=self._log.info
         )
-        self._io_lanes.append(lane)
-        return self._wrap_lane(lane)
+        self._io_lanes.append(ring)
+        return self._wrap_lane(ring)
 
     async def _register_pool(self) -> None:
         """Pin a locked pool for io_uring once; else every transfer pins its own pages."""
@@ -269,14 +279,18 @@ class Core:
     ) -> Instance:
         """Check tensors against their declaration, and that one page of them can pass."""
         paged = PagedTensors(geometry, tensors)
+        paged.bridged = paged.device is not None and self._exceeds_arenas(geometry)
+        counted = not paged.bridged
         limits = {
             "pool": self.catalogue.pool.capacity_nbytes,
-            f"pipeline {self._save.graph.name!r}": self._save.batch_nbytes(PublishBatch),
+            f"pipeline {self._save.graph.name!r}": self._save.batch_nbytes(
+                PublishBatch, budgets=counted
+            ),
         }
         for station in (FetchBatch, ReadBatch):
             if self._fetch.accepts(station):
                 where = f"pipeline {self._fetch.graph.name!r} for a {station.__name__}"
-                limits[where] = self._fetch.batch_nbytes(station)
+                limits[where] = self._fetch.batch_nbytes(station, budgets=counted)
         for group, nbytes in geometry.object_nbytes.items():
             small = [f"{where}: {limit}" for where, limit in limits.items() if nbytes > limit]
             if small:
@@ -288,6 +302,8 @@ class Core:
             self._bound[geometry] = await asyncio.to_thread(
                 bind_slots, self._codec, geometry, protect=self._codec.protects_layers
             )
+        if paged.device is not None:
+            await self._open_device(paged)
         namespace = make_namespace(
             model,
             geometry,
@@ -297,6 +313,17 @@ class Core:
         instance = Instance(namespace, paged)
         self._instances.add(instance)
         return instance
+
+    async def _open_device(self, tensors: PagedTensors) -> None:
+        """Give every lane a stream on the GPU that holds the tensors, and tell it their slots."""
+        assert tensors.device is not None
+        device = self._devices.get(tensors.device)
+        if device is None:
+            device = await asyncio.to_thread(Device, tensors.device, self.catalogue.pool)
+            device = self._devices.setdefault(tensors.device, device)
+        for lane in self._cuda_lanes:
+            lane.open_device(device)
+        await asyncio.to_thread(device.describe, tensors)
 
     async def unregister(self, instance: Instance) -> None:
         """Take an instance away: its leases now, its tensors once its work has ended."""
@@ -338,7 +365,7 @@ class Core:
         nbytes_of = instance.geometry.object_nbytes
         packs = self._pack(
             [(nbytes_of[key.group], len(instance.geometry.groups[key.group])) for key, _ in fresh],
-            self._save.batch_nbytes(PublishBatch),
+            self._target_nbytes(instance, self._save, PublishBatch),
         )
         batches = [
             PublishBatch(
@@ -416,7 +443,7 @@ class Core:
         instance.tensors.check_indices(destinations.values(), distinct=True)
 
         def conclude(done: tuple[bytes, ...], not_done: tuple[bytes, ...]) -> Outcome:
-            return Restored(done, not_done) if done else Miss(not_done)
+            return Restored(done, not_done, ticket.ready) if done else Miss(not_done)
 
         ticket = Ticket(conclude)
         groups = tuple(instance.geometry.groups.values())
@@ -438,7 +465,7 @@ class Core:
         for station, items in work.items():
             packs = self._pack(
                 [(copy.nbytes, len(target.slot_indices)) for copy, target in items],
-                self._fetch.batch_nbytes(station) if items else 0,
+                self._target_nbytes(instance, self._fetch, station) if items else 0,
             )
             for pack in packs:
                 part = ticket.part(tuple(target.page_hash for _, target in items[pack]))
@@ -454,9 +481,8 @@ class Core:
             fresh = [copy for copy in wanted if not copy.write_queued]
             for copy in fresh:
                 self.catalogue.queue_write(copy)
-            packs = self._pack(
-                [(copy.nbytes, 1) for copy in fresh], self._save.batch_nbytes(WriteBatch)
-            )
+            limit_nbytes = min(self._save.batch_nbytes(WriteBatch), TARGET_BATCH_NBYTES)
+            packs = self._pack([(copy.nbytes, 1) for copy in fresh], limit_nbytes)
             for pack in packs:
                 await self._save.submit(WriteBatch(self.catalogue, tuple(fresh[pack])))
             await self.catalogue.written([*wanted, *self.catalogue.queued_writes()])
@@ -471,9 +497,32 @@ class Core:
             if not self.catalogue.find(copy.digest, Tier.SSD)
         ]
 
+    def _exceeds_arenas(self, geometry: Geometry) -> bool:
+        """Whether a raw page is more than a GPU lane may hold of it at once."""
+        budget_nbytes = self.config.storage_codec_budget_nbytes
+        return any(
+            workspace_nbytes([nbytes], len(geometry.groups[group])) > budget_nbytes
+            for group, nbytes in geometry.object_nbytes.items()
+        )
+
+    def _target_nbytes(self, instance: Instance, runtime: Runtime, station: type) -> int:
+        """How much a batch shall be: of raw objects on a save, of stored ones on a restore."""
+        tensors = instance.tensors
+        limit_nbytes = runtime.batch_nbytes(station, budgets=not tensors.bridged)
+        if tensors.device is None or tensors.bridged:
+            return min(limit_nbytes, TARGET_BATCH_NBYTES)
+        # Two in the arena: one leaves while the next is made. Stored raw, a batch must still fit.
+        arena_nbytes = self.config.storage_codec_budget_nbytes - tasks_nbytes(MAX_BATCH_SEGMENTS)
+        half_nbytes = arena_nbytes // 2
+        if station is PublishBatch:
+            raw_nbytes = sum(instance.geometry.object_nbytes.values())
+            layouts = self._bound[instance.geometry].layouts.values()
+            half_nbytes = half_nbytes * raw_nbytes // sum(layout.nbytes for layout in layouts)
+        return min(limit_nbytes, arena_nbytes - OBJECT_ALIGN_NBYTES, half_nbytes)
+
     def _pack(self, sizes: Sequence[tuple[int, int]], limit_nbytes: int) -> list[slice]:
         """Cut a sequence of (bytes, segments) into batches; each item fits one by itself."""
-        limit_nbytes = min(limit_nbytes, self.catalogue.pool.capacity_nbytes, TARGET_BATCH_NBYTES)
+        limit_nbytes = min(limit_nbytes, self.catalogue.pool.capacity_nbytes)
         cuts, batch_nbytes, batch_segments = [0], 0, 0
         for index, (nbytes, segments) in enumerate(sizes):
             full = batch_nbytes + nbytes > limit_nbytes
@@ -525,6 +574,8 @@ class Core:
     async def leaks(self) -> list[str]:
         """List everything that is not as it must be at rest."""
         found = self.catalogue.leaks() + self._save.leaks() + self._fetch.leaks()
+        for lane in self._cuda_lanes:
+            found += [leak for stream in lane.streams.values() for leak in stream.leaks()]
         if self._leases:
             found.append(f"{len(self._leases)} leases")
         if tickets := sum(len(instance.tickets) for instance in self._instances):

@@ -382,7 +382,7 @@ class Runtime:
         """Whether work of this kind can be submitted here."""
         return payload in self._entries
 
-    def batch_nbytes(self, payload: type) -> int:
+    def batch_nbytes(self, payload: type, *, budgets: bool = True) -> int:
         """The most bytes that one submitted batch may have to pass every edge and budget."""
         entry = self._entries[payload]
         reached = {n.node.id for n in self._nodes.values() if entry in n.inputs.channels}
@@ -391,8 +391,10 @@ class Runtime:
             if edge.src in reached:
                 reached.add(edge.dst)
                 bounds.append(channel.max_nbytes)
-        budgets = [self._nodes[node_id].ctx.budget for node_id in reached]
-        return min(bounds + [budget.capacity_nbytes for budget in budgets if budget])
+        if budgets:
+            found = [self._nodes[node_id].ctx.budget for node_id in reached]
+            bounds += [budget.capacity_nbytes for budget in found if budget]
+        return min(bounds)
 
     def _in_order(self) -> list[tuple[Edge, Channel[Batch]]]:
         """Live edges, each after all edges that lead to its source."""

@@ -10,12 +10,13 @@ import structlog
 
 from orbitkv.cache.budget import Budget
 from orbitkv.cache.catalogue import Catalogue
+from orbitkv.codecs.cuda.workspace import Bridge, DeviceStream
 from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.config import Config
 from orbitkv.errors import CorruptObject, OrbitError
 from orbitkv.graph import Lanes, Node, Ports
 from orbitkv.objects import Bytes
-from orbitkv.segment import Geometry
+from orbitkv.segment import Geometry, PagedTensors
 from orbitkv.stages.ticket import Part
 
 P = ParamSpec("P")
@@ -65,6 +66,10 @@ class StreamLane(Lane, Protocol):
         """Return once what the engine queued before its event is over."""
         ...
 
+    def on(self, device: int) -> DeviceStream:
+        """The lane's stream on a GPU that holds registered pages."""
+        ...
+
 
 class Transfer(NamedTuple):
     """One move between a file and host memory, short if the file ends first.
@@ -109,6 +114,20 @@ class StageContext:
     codecs: Callable[[Geometry], SlotCodecs]
     live_outputs: frozenset[str]
     log: structlog.stdlib.BoundLogger
+
+    def stream_of(self, tensors: PagedTensors) -> DeviceStream | None:
+        """The lane's stream on the GPU that holds the pages; None where a host works on them."""
+        if tensors.device is None or tensors.bridged:
+            return None
+        assert isinstance(self.lane, StreamLane)
+        return self.lane.on(tensors.device)
+
+    def bridge_of(self, tensors: PagedTensors) -> Bridge | None:
+        """What carries single segments between a host and the GPU; None where nothing has to."""
+        if tensors.device is None or not tensors.bridged:
+            return None
+        assert isinstance(self.lane, StreamLane)
+        return self.lane.on(tensors.device).bridge()
 
 
 class Stage(Protocol):

@@ -12,9 +12,10 @@ import structlog
 from orbitkv.cache.budget import Lease
 from orbitkv.cache.catalogue import Catalogue, Copy
 from orbitkv.codecs.base import reason_to_stay_raw
-from orbitkv.codecs.slots import SlotCodecs
-from orbitkv.errors import CorruptObject, OrbitError, Undecodable
-from orbitkv.objects import USER_FORMATS, Segment
+from orbitkv.codecs.cuda.workspace import Bridge, Workspace
+from orbitkv.codecs.slots import Layout, SlotCodecs
+from orbitkv.errors import CorruptObject, OrbitError, Unavailable, Undecodable
+from orbitkv.objects import USER_FORMATS, Rows, Segment
 from orbitkv.segment import PagedTensors, StateKey
 from orbitkv.stages.ticket import Part
 
@@ -66,16 +67,20 @@ class EncodedObject:
 
     Attributes:
         page_index, slots: Where its segments lie in the engine's pages.
-        segments: What is stored of it; empty before ``encode``.
+        segments: What is stored of it; empty before ``encode``, and on a GPU.
         home: Pool memory that its raw segments lie in already, at their places: hidden, and
-            pinned until the batch ends.
+            pinned until the batch ends. On a GPU, D takes it.
+        layout: Where its segments lie in its image in the arena of the GPU; None on a host.
+        rows: Its segment table, once the GPU has told the CRCs; None on a host.
     """
 
     key: StateKey
     page_index: int
     slots: tuple[int, ...]
-    home: Copy
+    home: Copy | None
     segments: list[Segment] = field(default_factory=list)
+    layout: Layout | None = None
+    rows: Rows | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +89,8 @@ class EncodedBatch:
 
     Attributes:
         lease: The node's budget that the batch keeps.
+        workspace: Where the images lie on a GPU, as that of ``objects[i]`` at ``images[i]``.
+        bridge: What a host fetches segments with, from pages that no GPU workspace can hold.
     """
 
     part: Part
@@ -92,15 +99,20 @@ class EncodedBatch:
     codecs: SlotCodecs
     objects: list[EncodedObject]
     lease: Lease | None
+    workspace: Workspace | None = None
+    bridge: Bridge | None = None
 
     def units(self) -> Sequence[Sequence[int]]:
-        """Each object by itself."""
-        return [(index,) for index in range(len(self.objects))]
+        """Each object by itself; none where a GPU works on all of them at once."""
+        return [] if self.workspace else [(index,) for index in range(len(self.objects))]
 
     @property
     def nbytes(self) -> int:
-        """Pool memory that the batch keeps until D has admitted or freed it."""
-        return sum(entry.home.nbytes for entry in self.objects)
+        """Pool memory, or arena, that the batch keeps until D has admitted or freed it."""
+        return sum(
+            entry.layout.nbytes if entry.layout else entry.home.nbytes if entry.home else 0
+            for entry in self.objects
+        )
 
     def reject(
         self, faults: Mapping[int, CorruptObject], log: structlog.stdlib.BoundLogger
@@ -115,7 +127,12 @@ class EncodedBatch:
         Args:
             encode: Gives (format, stored bytes), or None to leave a segment as it is. A result
                 whose 512 B aligned footprint saves less than 12.5 % of the original's is left.
+
+        Raises:
+            Unavailable: the segments are in GPU memory, where no host code reaches them.
         """
+        if self.workspace:
+            raise Unavailable("recode: the segments are in GPU memory; accepted: a host's")
         for segment in (segment for entry in self.objects for segment in entry.segments):
             encoded = encode(segment)
             if encoded is None:
@@ -135,15 +152,25 @@ class EncodedBatch:
     def release(self) -> None:
         """Give up all pool memory that was not admitted, and the budget."""
         for entry in self.objects:
-            self.catalogue.unpin(entry.home)
+            if entry.home:
+                self.catalogue.unpin(entry.home)
         self.objects = []
         if self.lease:
             self.lease.release()
+        if self.workspace:
+            self.workspace.release()
 
     def abandon(self, error: OrbitError) -> None:
-        """Give everything up and fail the part."""
-        self.release()
-        self.part.fail(error)
+        """Give everything up and fail the part, once no device uses any of it."""
+
+        def end() -> None:
+            self.release()
+            self.part.fail(error)
+
+        if self.workspace:
+            self.workspace.end(end)
+        else:
+            end()
 
 
 class SealedBatch(EncodedBatch):
@@ -217,8 +244,11 @@ class RestoreBatch:
         items: (pinned copy, destination).
         segments: Of each item; empty before they have been validated.
         missed: Hashes that turned out not to be restorable; the rest goes on without them.
-        placed: The decoder has written to the pages already.
+        placed: The decoder has written to the pages already, or a GPU will have.
         codecs: What undoes encoded segments; set by ``decode``.
+        workspace: Where the images lie on a GPU.
+        images: Device address of each item's image in it.
+        bridge: What a host brings segments to pages with that no GPU workspace can hold.
     """
 
     part: Part
@@ -229,12 +259,19 @@ class RestoreBatch:
     missed: set[bytes] = field(default_factory=set)
     placed: bool = False
     codecs: SlotCodecs | None = None
+    workspace: Workspace | None = None
+    images: list[int] = field(default_factory=list)
+    bridge: Bridge | None = None
 
     def __post_init__(self) -> None:
         if not self.segments:
             self.segments = [[] for _ in self.items]
 
     def units(self) -> Sequence[Sequence[int]]:
+        """Items for a host to work on: none where a GPU does."""
+        return [] if self.workspace else self.pages()
+
+    def pages(self) -> Sequence[Sequence[int]]:
         """The objects of each page together: a page is restored whole, or not touched."""
         pages: dict[bytes, list[int]] = {}
         for index, (_, destination) in enumerate(self.items):
@@ -257,6 +294,9 @@ class RestoreBatch:
             self.missed,
             self.placed,
             self.codecs,
+            self.workspace,
+            self.images,
+            self.bridge,
         )
 
     def reject(
@@ -284,6 +324,8 @@ class RestoreBatch:
                 self.catalogue.unpin(copy)  # another object of its page failed
         self.segments = [self.segments[index] for index in kept]
         self.items = [self.items[index] for index in kept]
+        if self.images:
+            self.images = [self.images[index] for index in kept]
 
     def miss(self, copy: Copy, destination: Destination) -> None:
         """Leave one object out: its page is a miss, and its pin is given back."""
@@ -293,18 +335,27 @@ class RestoreBatch:
     def settle(self) -> None:
         """Every page that is still here has been placed: give the pins back and say so."""
         done = {destination.page_hash for _, destination in self.items} - self.missed
-        self._unpin_all()
+        self._give_back()
         self.part.settle(done=done)
 
     def abandon(self, error: OrbitError) -> None:
-        """Give the pins back and fail the part."""
-        self._unpin_all()
-        self.part.fail(error)
+        """Give the pins back and fail the part, once no device reads or writes any of it."""
 
-    def _unpin_all(self) -> None:
+        def end() -> None:
+            self._give_back()
+            self.part.fail(error)
+
+        if self.workspace:
+            self.workspace.end(end)
+        else:
+            end()
+
+    def _give_back(self) -> None:
         for copy, _ in self.items:
             self.catalogue.unpin(copy)
         self.items.clear()
+        if self.workspace:
+            self.workspace.release()
 
 
 class FetchBatch(RestoreBatch):

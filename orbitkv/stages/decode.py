@@ -5,21 +5,38 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
+from orbitkv.cache.catalogue import Copy
+from orbitkv.codecs.base import SegmentCodec
+from orbitkv.codecs.cuda.tasks import Item, Tasks
+from orbitkv.codecs.cuda.workspace import Bridge, DeviceStream, Workspace
+from orbitkv.codecs.slots import Layout, Place, SlotCodecs
 from orbitkv.errors import CorruptObject, Undecodable
 from orbitkv.graph import Lanes, Port, Ports
-from orbitkv.objects import Format
+from orbitkv.objects import (
+    ROW,
+    Format,
+    RawReason,
+    Segment,
+    read_header,
+    read_sealed,
+    read_segments,
+)
+from orbitkv.segment import PagedTensors
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import DecodedBatch, ResidentBatch, UploadedBatch, ValidatedBatch
-from orbitkv.stages.dram import check_object
+from orbitkv.stages.dram import check_object, join_runs
 from orbitkv.stages.engine import place_object
 
 
 class Upload:
     """Bring objects to where the decoder reads them: on a host, where they are.
 
+    To a GPU the images go in one copy, or in as many as there are runs of them in the pool.
+
     In:  ``ResidentBatch``.
-    Out: ``UploadedBatch``.
+    Out: ``UploadedBatch``: on a GPU, images on their way into the arena.
     """
 
     inputs: ClassVar[Ports] = {"in": Port(ResidentBatch)}
@@ -27,8 +44,11 @@ class Upload:
     lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def run(self, batch: ResidentBatch, ctx: StageContext) -> Outputs:
-        """Nothing has to move on a host."""
-        del ctx
+        """Nothing has to move on a host; a GPU's copy engine is started."""
+        stream = ctx.stream_of(batch.tensors)
+        batch.bridge = ctx.bridge_of(batch.tensors)
+        if stream:
+            await _upload(batch, stream)
         return {"out": batch.become(UploadedBatch)}
 
 
@@ -44,8 +64,9 @@ class Validate:
     lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def prepare(self, batch: UploadedBatch, ctx: StageContext) -> Outputs:
-        """Hand the batch over as it is."""
-        del ctx
+        """Hand the batch over; on a GPU, the heads are checked now, and CRCs by its kernel."""
+        if batch.workspace:
+            _validate_on_device(batch, ctx)
         return {"out": batch.become(ValidatedBatch)}
 
     def run_item(self, batch: ValidatedBatch, index: int) -> None:
@@ -80,12 +101,17 @@ class Decode:
         decoded = batch.become(DecodedBatch)
         decoded.placed = True
         decoded.codecs = ctx.codecs(batch.tensors.geometry)
+        if batch.workspace and batch.workspace.tasks:
+            _decode_on_device(batch.workspace, batch.workspace.tasks)
         return {"out": decoded}
 
     def run_item(self, batch: DecodedBatch, index: int) -> None:
         """Decode one object's segments into its page."""
         segments = batch.segments[index]
         encoded = [position for position, s in enumerate(segments) if s.format != Format.RAW]
+        if batch.bridge:
+            _decode_bridged(batch, index, batch.bridge)
+            return
         if encoded:
             _decode_segments(batch, index, encoded)
         place_object(batch, index, skip=frozenset(encoded))
@@ -100,15 +126,14 @@ def _decode_segments(batch: DecodedBatch, index: int, positions: list[int]) -> N
     assert batch.codecs
     _, destination = batch.items[index]
     tensors, page_index = batch.tensors, destination.page_index
-    for position in positions:
-        segment, slot = batch.segments[index][position], destination.slot_indices[position]
-        codec = batch.codecs.codec_of(slot)
-        if codec is None or segment.format != codec.format:
-            wanted = codec.format if codec else int(Format.RAW)
-            raise Undecodable(f"format {segment.format}; this pipeline decodes {wanted}")
-        if segment.stored_nbytes != codec.encoded_nbytes:
-            seen = segment.stored_nbytes
-            raise Undecodable(f"{seen} bytes stored; accepted: {codec.encoded_nbytes}")
+    slots = [destination.slot_indices[position] for position in positions]
+    segments = [batch.segments[index][position] for position in positions]
+    # All of them before the first write: of a page with one that is strange, none is touched.
+    codecs = [
+        codec_for(segment, batch.codecs, slot)
+        for segment, slot in zip(segments, slots, strict=True)
+    ]
+    for position, segment, slot, codec in zip(positions, segments, slots, codecs, strict=True):
         page = tensors.segment(slot, page_index)
         is_run = tensors.run(slot, page_index) is not None
         target = page if is_run else np.empty(page.shape, page.dtype)
@@ -119,3 +144,138 @@ def _decode_segments(batch: DecodedBatch, index: int, positions: list[int]) -> N
             raise Undecodable(f"segment {position}: {error}") from error
         if not is_run:
             np.copyto(page, target)
+
+
+def _decode_bridged(batch: DecodedBatch, index: int, bridge: Bridge) -> None:
+    """Bring segment by segment to a GPU whose budget holds no page, decoded on the host.
+
+    Raises:
+        Undecodable: a format, length or content that the manager's codec does not write.
+    """
+    assert batch.codecs
+    _, destination = batch.items[index]
+    codecs = [
+        None if segment.format == Format.RAW else codec_for(segment, batch.codecs, slot)
+        for segment, slot in zip(batch.segments[index], destination.slot_indices, strict=True)
+    ]
+    for position, (segment, codec) in enumerate(zip(batch.segments[index], codecs, strict=True)):
+        slot = destination.slot_indices[position]
+        page = batch.tensors.segment(slot, destination.page_index)
+        words = segment.payload
+        if codec is not None:
+            words = bridge.buffer[: segment.original_nbytes]
+            try:
+                codec.decode(segment.payload, words.view(page.dtype))
+            except CorruptObject as error:
+                raise Undecodable(f"segment {position}: {error}") from error
+        bridge.put(words, page)
+
+
+def codec_for(segment: Segment, codecs: SlotCodecs, slot: int) -> SegmentCodec:
+    """The codec that undoes an encoded segment of a slot.
+
+    Raises:
+        Undecodable: its format or length is not one that the manager's codec writes.
+    """
+    codec = codecs.codec_of(slot)
+    if codec is None or segment.format != codec.format:
+        wanted = codec.format if codec else int(Format.RAW)
+        raise Undecodable(f"format {segment.format}; this pipeline decodes {wanted}")
+    if segment.stored_nbytes != codec.encoded_nbytes:
+        seen = segment.stored_nbytes
+        raise Undecodable(f"{seen} bytes stored; accepted: {codec.encoded_nbytes}")
+    return codec
+
+
+async def _upload(batch: ResidentBatch, stream: DeviceStream) -> None:
+    """Start to copy the images, those of a page beside each other."""
+    order = [index for page in batch.pages() for index in page]
+    batch.items = [batch.items[index] for index in order]
+    batch.segments = [[] for _ in order]
+    segments = sum(len(destination.slot_indices) for _, destination in batch.items)
+    nbytes = [copy.nbytes for copy, _ in batch.items]
+    batch.workspace = await Workspace.open(stream, nbytes, segments)
+    batch.images = batch.workspace.images
+    pieces = zip(batch.images, batch.items, strict=True)
+    pool = batch.catalogue.pool.address
+    runs = join_runs((image, pool + copy.offset, copy.nbytes) for image, (copy, _) in pieces)
+    batch.workspace.running = True
+    stream.after(stream.copy(runs))
+
+
+def _validate_on_device(batch: UploadedBatch, ctx: StageContext) -> None:
+    """Check heads on the host, and start the kernel that compares the CRCs."""
+    workspace = batch.workspace
+    assert workspace
+    codecs = ctx.codecs(batch.tensors.geometry)
+    layouts: list[Layout] = []
+    crcs: list[npt.NDArray[np.uint32]] = []
+    faults: dict[int, CorruptObject] = {}
+    for index, (copy, destination) in enumerate(batch.items):
+        try:
+            layout, found = _check_head(copy, destination.slot_indices, codecs, batch.tensors)
+        except CorruptObject as error:
+            faults[index] = error
+        else:
+            layouts.append(layout)
+            crcs.append(found)
+    if faults:
+        # Of a page with a fault the other objects go too.
+        lost = {batch.items[index][1].page_hash for index in faults}
+        sound = [d.page_hash not in lost for i, (_, d) in enumerate(batch.items) if i not in faults]
+        layouts = [layout for layout, kept in zip(layouts, sound, strict=True) if kept]
+        crcs = [found for found, kept in zip(crcs, sound, strict=True) if kept]
+        batch.reject(faults, ctx.log)
+    if not batch.items:
+        return
+    items = [
+        Item(layout, destination.page_index, destination.slot_indices, image)
+        for layout, (_, destination), image in zip(layouts, batch.items, batch.images, strict=True)
+    ]
+    tasks = workspace.fill(batch.tensors.device_slots.data.ptr, items, batch.pages())
+    tasks.expect(np.concatenate(crcs))
+    with workspace.stream.launching() as kernels:
+        workspace.send_tasks(kernels)
+        kernels.crc32(tasks.span, 0, tasks.count, int(tasks.tasks["stored_nbytes"].max()))
+
+
+def _check_head(
+    copy: Copy, slots: tuple[int, ...], codecs: SlotCodecs, tensors: PagedTensors
+) -> tuple[Layout, npt.NDArray[np.uint32]]:
+    """Check an object's header and table; return its layout, and the CRCs that it tells.
+
+    Raises:
+        CorruptObject: it is not what it should be.
+        Undecodable: it is not what this pipeline decodes into these slots.
+    """
+    assert copy.memory is not None
+    header = read_sealed(copy.memory, key_digest=copy.digest)
+    if header.generation != copy.generation:
+        raise CorruptObject(f"generation {header.generation}; accepted: {copy.generation}")
+    rows = np.frombuffer(header.table, ROW).copy()
+    crcs = rows["crc32"].copy()
+    rows["crc32"] = 0
+    table = rows.tobytes()
+    for layout in codecs.layouts.values():  # as nearly every object is laid out
+        if table == layout.table and header.total_nbytes == layout.nbytes:
+            return layout, crcs
+    segments = read_segments(copy.memory, read_header(copy.memory, key_digest=copy.digest))
+    wanted = [tensors.geometry.segment_nbytes[slot] for slot in slots]
+    seen = [segment.original_nbytes for segment in segments]
+    if seen != wanted:
+        raise Undecodable(f"segments of {seen} bytes; accepted: {wanted}")
+    places = []
+    for slot, segment in zip(slots, segments, strict=True):
+        codec = None if segment.format == Format.RAW else codec_for(segment, codecs, slot)
+        reason = RawReason.CHOSEN if codec else RawReason(segment.raw_reason)
+        assert segment.offset is not None
+        places.append(Place(slot, segment.offset, segment.original_nbytes, codec, reason))
+    return Layout(tuple(places)), crcs
+
+
+def _decode_on_device(workspace: Workspace, tasks: Tasks) -> None:
+    """Start the kernels that write the pages whose CRCs stand, and fetch what they found."""
+    with workspace.stream.launching() as kernels:
+        for launch in tasks.launches:
+            kernels.decode(tasks.span, launch)
+    workspace.fetch_results()

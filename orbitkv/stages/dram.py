@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import ClassVar
 
-from orbitkv.cache.catalogue import Copy
+from orbitkv.cache.catalogue import Copy, Want
+from orbitkv.codecs.cuda.workspace import Runs
 from orbitkv.errors import CorruptObject
 from orbitkv.graph import Lanes, Port, Ports
-from orbitkv.objects import Format, RawReason, Segment, check_payloads, read_header, write_object
+from orbitkv.objects import (
+    Format,
+    RawReason,
+    Segment,
+    check_payloads,
+    finish_object,
+    read_header,
+    write_object,
+)
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import (
     EncodedObject,
@@ -24,7 +34,9 @@ from orbitkv.stages.batch import (
 class StoreDram:
     """Complete each object in its pool memory, and admit it whole.
 
-    In:  ``SealedBatch``: segments with their CRCs, host.
+    From a GPU the images come in one copy, or in as many as the pool has free runs.
+
+    In:  ``SealedBatch``: segments with their CRCs, host or device.
     Out: ``write``: what U should bring to SSD; ``peer``: what P should offer to other hosts.
          Both only where somebody takes it. The part is settled: the engine's pages are free.
     """
@@ -39,11 +51,17 @@ class StoreDram:
     async def run(self, batch: SealedBatch, ctx: StageContext) -> Outputs:
         """Write headers, tables and padding on the lane; admit on the loop."""
         catalogue = ctx.catalogue
-        lengths = await ctx.lane.run(_complete, batch.objects) if batch.objects else []
+        if batch.objects and batch.workspace:
+            await _receive(batch, ctx)
+        elif batch.objects:
+            lengths = await ctx.lane.run(_complete, batch.objects)
+            for entry, nbytes in zip(batch.objects, lengths, strict=True):
+                assert entry.home
+                catalogue.shrink(entry.home, nbytes)
         admitted: list[Copy] = []
         # From the end, so that eviction takes a prefix's tail before its head.
-        for entry, nbytes in reversed(list(zip(batch.objects, lengths, strict=True))):
-            catalogue.shrink(entry.home, nbytes)
+        for entry in reversed(batch.objects):
+            assert entry.home
             if catalogue.admit(entry.home):
                 admitted.insert(0, entry.home)
         if not batch.codecs.chosen_raw:
@@ -87,8 +105,60 @@ class ServeDram:
         return {"out": batch.become(ResidentBatch)}
 
 
+async def _receive(batch: SealedBatch, ctx: StageContext) -> None:
+    """Take pool memory, bring the images there from the arena, and complete them."""
+    workspace, catalogue = batch.workspace, ctx.catalogue
+    assert workspace
+    wants = [
+        Want(entry.key.digest, entry.layout.nbytes, catalogue.next_generation())
+        for entry in batch.objects
+        if entry.layout
+    ]
+    homes = await catalogue.reserve_dram(
+        wants, urgent=False, cancellation=batch.part.ticket.cancellation
+    )
+    assert homes is not None, "a wait without a limit has no end but success"
+    for entry, home in zip(batch.objects, homes, strict=True):
+        entry.home = home
+    workspace.running = True
+    pool, pairs = catalogue.pool.address, zip(homes, workspace.images, strict=True)
+    copied = workspace.stream.copy(
+        join_runs((pool + home.offset, image, home.nbytes) for home, image in pairs)
+    )
+    await workspace.stream.reached(copied)
+    workspace.running = False
+    for entry, home in zip(batch.objects, homes, strict=True):
+        assert home.memory is not None
+        assert entry.rows is not None
+        finish_object(
+            home.memory, entry.rows, key_digest=entry.key.digest, generation=home.generation
+        )
+
+
+def join_runs(pieces: Iterable[tuple[int, int, int]]) -> Runs:
+    """Join (target, source, bytes) that follow each other on both sides."""
+    runs: Runs = []
+    for target, source, nbytes in pieces:
+        if runs:
+            last_target, last_source, length = runs[-1]
+            if target == last_target + length and source == last_source + length:
+                runs[-1] = (last_target, last_source, length + nbytes)
+                continue
+        runs.append((target, source, nbytes))
+    return runs
+
+
 def _count(batch: SealedBatch, counters: Counter[str]) -> None:
     """Count what the codec made of the segments: bytes in and out, and each reason to stay raw."""
+    for entry in batch.objects:
+        if entry.rows is not None:
+            is_raw = entry.rows["format"] == Format.RAW
+            for reason, count in Counter(entry.rows["raw_reason"][is_raw].tolist()).items():
+                counters[f"raw_{RawReason(reason).name.lower()}"] += count
+            encoded = entry.rows[~is_raw]
+            counters["encoded_segments"] += len(encoded)
+            counters["encoded_original_nbytes"] += int(encoded["original_nbytes"].sum())
+            counters["encoded_stored_nbytes"] += int(encoded["stored_nbytes"].sum())
     for segment in (segment for entry in batch.objects for segment in entry.segments):
         if segment.format == Format.RAW:
             counters[f"raw_{RawReason(segment.raw_reason).name.lower()}"] += 1
@@ -101,6 +171,7 @@ def _count(batch: SealedBatch, counters: Counter[str]) -> None:
 def _complete(objects: list[EncodedObject]) -> list[int]:
     lengths = []
     for entry in objects:
+        assert entry.home
         assert entry.home.memory is not None
         lengths.append(
             write_object(

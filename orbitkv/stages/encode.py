@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import ClassVar
 
 import numpy as np
 
 from orbitkv.cache.catalogue import Tier, Want
-from orbitkv.codecs.base import SegmentCodec
+from orbitkv.codecs.base import SegmentCodec, reason_of
+from orbitkv.codecs.cuda.tasks import Item, Tasks
+from orbitkv.codecs.cuda.workspace import Bridge, DeviceStream, Workspace
 from orbitkv.codecs.slots import Place, lay_out
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Bytes, Format, RawReason, Segment, crc32
@@ -23,10 +26,11 @@ class Encode:
     A segment that the codec cannot take is stored raw, and says why.
 
     On a host the encoder's workspace is the pool memory that D will admit, so a byte is copied
-    once on its way from the engine's page. What is resident already is not copied at all.
+    once on its way from the engine's page; on a GPU it is the lane's arena, and all objects of a
+    batch are encoded at once. What is resident already is not copied at all.
 
-    In:  ``PageBatch``: slots of the engine's pages, host, any strides.
-    Out: ``EncodedBatch``: segments at their places in pool memory.
+    In:  ``PageBatch``: slots of the engine's pages, host or device, any strides.
+    Out: ``EncodedBatch``: segments at their places in pool memory, or in the arena.
     """
 
     inputs: ClassVar[Ports] = {"in": Port(PageBatch)}
@@ -34,7 +38,10 @@ class Encode:
     lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def prepare(self, batch: PageBatch, ctx: StageContext) -> Outputs:
-        """Wait for budget and pool memory, as long as it takes."""
+        """Wait for room to encode into, as long as it takes; a GPU then starts at once."""
+        stream = ctx.stream_of(batch.tensors)
+        if stream:
+            return {"out": await _encode_on_device(batch, ctx, stream)}
         catalogue = ctx.catalogue
         object_nbytes = batch.tensors.geometry.object_nbytes
         fresh = [entry for entry in batch.objects if not catalogue.find(entry[0].digest, Tier.DRAM)]
@@ -42,8 +49,8 @@ class Encode:
             Want(key.digest, object_nbytes[key.group], catalogue.next_generation())
             for key, _, _ in fresh
         ]
-        lease = None
-        if ctx.budget:
+        lease, bridge = None, ctx.bridge_of(batch.tensors)
+        if ctx.budget and not bridge:
             lease = await ctx.budget.acquire(sum(want.nbytes for want in wants))
         try:
             homes = await catalogue.reserve_dram(
@@ -59,19 +66,23 @@ class Encode:
             for (key, page_index, slots), home in zip(fresh, homes, strict=True)
         ]
         codecs = ctx.codecs(batch.tensors.geometry)
-        return {"out": EncodedBatch(batch.part, catalogue, batch.tensors, codecs, objects, lease)}
+        encoded = EncodedBatch(
+            batch.part, catalogue, batch.tensors, codecs, objects, lease, bridge=bridge
+        )
+        return {"out": encoded}
 
     def run_item(self, batch: EncodedBatch, index: int) -> None:
         """Gather or encode one object's segments to their places."""
-        if batch.codecs.chosen_raw:
+        if batch.bridge:
+            _encode_bridged(batch, batch.objects[index], batch.bridge)
+        elif batch.codecs.chosen_raw:
             self._gather(batch, batch.objects[index])
         else:
             self._encode(batch, batch.objects[index])
 
     def _gather(self, batch: EncodedBatch, entry: EncodedObject) -> None:
         tensors = batch.tensors
-        home, page_index = entry.home.memory, entry.page_index
-        assert home is not None
+        home, page_index = _memory_of(entry), entry.page_index
         layout = batch.codecs.layouts[entry.key.group].places
         segments = entry.segments
         block = tensors.block(entry.slots, page_index)
@@ -90,8 +101,7 @@ class Encode:
 
     def _encode(self, batch: EncodedBatch, entry: EncodedObject) -> None:
         """Encode optimistically; where a segment must be raw, all behind it moves, so again."""
-        home, geometry = entry.home.memory, batch.tensors.geometry
-        assert home is not None
+        home, geometry = _memory_of(entry), batch.tensors.geometry
         sources: list[Bytes] = []
         for slot in entry.slots:
             run = batch.tensors.run(slot, entry.page_index)
@@ -105,18 +115,9 @@ class Encode:
             raw |= {layout[position].slot: reason for position, reason in refused.items()}
             layout = lay_out(batch.codecs, geometry, entry.slots, raw).places
         for place, source in zip(layout, sources, strict=True):
-            payload = home[place.offset : place.offset + place.stored_nbytes]
             if place.codec is None:
-                payload[:] = source
-            entry.segments.append(
-                Segment(
-                    place.codec.format if place.codec else _RAW,
-                    payload,
-                    place.original_nbytes,
-                    place.raw_reason,
-                    offset=place.offset,
-                )
-            )
+                _payload(home, place)[:] = source
+        entry.segments = _segments(home, layout)
 
 
 class Crc32:
@@ -134,10 +135,19 @@ class Crc32:
     lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def prepare(self, batch: EncodedBatch, ctx: StageContext) -> Outputs:
-        """Hand the batch over as it is."""
+        """Hand the batch over; from a GPU, with the CRCs that it found."""
         del ctx
+        if batch.workspace:
+            await _seal_on_device(batch)
         sealed = SealedBatch(
-            batch.part, batch.catalogue, batch.tensors, batch.codecs, batch.objects, batch.lease
+            batch.part,
+            batch.catalogue,
+            batch.tensors,
+            batch.codecs,
+            batch.objects,
+            batch.lease,
+            batch.workspace,
+            batch.bridge,
         )
         return {"dram": sealed}
 
@@ -145,6 +155,150 @@ class Crc32:
         """Seal one object's segments."""
         for segment in batch.objects[index].segments:
             segment.crc32 = crc32(segment.payload)
+
+
+def _payload(home: Bytes, place: Place) -> Bytes:
+    return home[place.offset : place.offset + place.stored_nbytes]
+
+
+def _segments(home: Bytes, layout: tuple[Place, ...]) -> list[Segment]:
+    return [
+        Segment(
+            place.codec.format if place.codec else _RAW,
+            _payload(home, place),
+            place.original_nbytes,
+            place.raw_reason,
+            offset=place.offset,
+        )
+        for place in layout
+    ]
+
+
+def _encode_bridged(batch: EncodedBatch, entry: EncodedObject, bridge: Bridge) -> None:
+    """Fetch segment by segment from a GPU whose budget holds no page; FP8 needs no more than that.
+
+    Every other codec would need room on the GPU: its segments are raw for want of budget.
+    """
+    home, geometry = _memory_of(entry), batch.tensors.geometry
+    layout = batch.codecs.layouts[entry.key.group].places
+    raw = {
+        place.slot: RawReason.NO_BUDGET
+        for place in layout
+        if place.codec and place.codec.format != Format.FP8_E4M3FN
+    }
+    if raw:
+        layout = lay_out(batch.codecs, geometry, entry.slots, raw).places
+    while True:
+        refused: dict[int, RawReason] = {}
+        for place in layout:
+            page = batch.tensors.segment(place.slot, entry.page_index)
+            payload = _payload(home, place)
+            if place.codec is None:
+                bridge.fetch(page, payload)
+                continue
+            words = bridge.buffer[: place.original_nbytes]
+            bridge.fetch(page, words)
+            result = place.codec.encode(words.view(page.dtype), payload)
+            if isinstance(result, RawReason):
+                refused[place.slot] = result
+        if not refused:
+            break
+        raw |= refused
+        layout = lay_out(batch.codecs, geometry, entry.slots, raw).places
+    entry.segments = _segments(home, layout)
+
+
+def _memory_of(entry: EncodedObject) -> Bytes:
+    assert entry.home
+    assert entry.home.memory is not None
+    return entry.home.memory
+
+
+async def _encode_on_device(
+    batch: PageBatch, ctx: StageContext, stream: DeviceStream
+) -> EncodedBatch:
+    """Enqueue the kernels that encode all objects of a batch, each at its place in its image."""
+    codecs = ctx.codecs(batch.tensors.geometry)
+    objects = [
+        EncodedObject(key, page_index, slots, None, layout=codecs.layouts[key.group])
+        for key, page_index, slots in batch.objects
+        if not ctx.catalogue.find(key.digest, Tier.DRAM)
+    ]
+    encoded = EncodedBatch(batch.part, ctx.catalogue, batch.tensors, codecs, objects, None)
+    encoded.workspace = await _open_workspace(encoded, stream)
+    try:
+        _enqueue_encode(encoded)
+    except BaseException:
+        await stream.idle()  # a kernel that did start still reads the engine's pages
+        encoded.workspace.running = False
+        encoded.release()
+        raise
+    return encoded
+
+
+async def _open_workspace(batch: EncodedBatch, stream: DeviceStream) -> Workspace:
+    image_nbytes = [entry.layout.nbytes for entry in batch.objects if entry.layout]
+    segments = sum(len(entry.slots) for entry in batch.objects)
+    return await Workspace.open(stream, image_nbytes, segments)
+
+
+def _enqueue_encode(batch: EncodedBatch) -> None:
+    workspace = batch.workspace
+    assert workspace
+    items = [
+        Item(entry.layout, entry.page_index, entry.slots, image)
+        for entry, image in zip(batch.objects, workspace.images, strict=True)
+        if entry.layout
+    ]
+    if not items:
+        return
+    tasks = workspace.fill(batch.tensors.device_slots.data.ptr, items, ())
+    tasks.expect_zeros()
+    workspace.running = True
+    with workspace.stream.launching() as kernels:
+        if any(item.layout.has_gaps for item in items):
+            nbytes = sum(item.layout.nbytes for item in items)
+            workspace.stream.clear(workspace.images[0], nbytes)
+        workspace.send_tasks(kernels)
+        for launch in tasks.launches:
+            kernels.encode(tasks.span, launch)
+
+
+async def _seal_on_device(batch: EncodedBatch) -> None:
+    """Bring CRCs and refusals to the host, once; encode again where a segment must be raw."""
+    workspace = batch.workspace
+    assert workspace
+    if not batch.objects:
+        return
+    workspace.fetch_results()
+    tasks = await workspace.results()
+    if tasks.faults.any():
+        _lay_out_refused(batch, tasks)
+        workspace.release()
+        batch.workspace = await _open_workspace(batch, workspace.stream)
+        _enqueue_encode(batch)
+        await _seal_on_device(batch)
+        return
+    for entry, (first, end) in zip(batch.objects, itertools.pairwise(tasks.starts), strict=True):
+        assert entry.layout
+        entry.rows = entry.layout.rows.copy()
+        entry.rows["crc32"] = tasks.crcs[first:end]
+
+
+def _lay_out_refused(batch: EncodedBatch, tasks: Tasks) -> None:
+    """Give objects with segments that the codec refused the layout in which these are raw."""
+    for entry, (first, end) in zip(batch.objects, itertools.pairwise(tasks.starts), strict=True):
+        refused = np.flatnonzero(tasks.faults[first:end]).tolist()
+        if refused:
+            assert entry.layout
+            raw = {
+                place.slot: place.raw_reason for place in entry.layout.places if place.raw_reason
+            }
+            raw |= {
+                entry.slots[position]: reason_of(int(tasks.faults[first + position]))
+                for position in refused
+            }
+            entry.layout = lay_out(batch.codecs, batch.tensors.geometry, entry.slots, raw)
 
 
 def _encode_into(

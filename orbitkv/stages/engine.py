@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import ClassVar
 
 import numpy as np
 
-from orbitkv.errors import EngineFault
+from orbitkv.codecs.cuda.tasks import Tasks
+from orbitkv.errors import CorruptObject, EngineFault, Undecodable
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Bytes, Segment
 from orbitkv.stages.base import Outputs, StageContext, StreamLane
@@ -15,6 +17,8 @@ from orbitkv.stages.batch import DecodedBatch, PageBatch, PublishBatch
 
 class GatherPages:
     """Wait for the engine's event, then describe where each segment lies.
+
+    On a GPU it is the lane's stream that waits, and nobody else.
 
     In:  ``PublishBatch``: pages of one instance, by index.
     Out: ``PageBatch``: views of the engine's own memory; nothing is copied yet.
@@ -26,7 +30,11 @@ class GatherPages:
 
     async def run(self, batch: PublishBatch, ctx: StageContext) -> Outputs:
         """Gather once what the engine queued before its event is over."""
-        if batch.ready is not None:
+        stream = ctx.stream_of(batch.tensors)
+        handle = cuda_event_of(batch.ready)
+        if stream and handle is not None:
+            stream.after(handle)
+        elif batch.ready is not None:
             assert isinstance(ctx.lane, StreamLane)
             try:
                 await ctx.lane.reached(batch.ready)
@@ -40,7 +48,8 @@ class GatherPages:
 class PlacePages:
     """Hand restored pages to the engine.
 
-    In:  ``DecodedBatch``: raw segments, host; mostly in their pages already.
+    In:  ``DecodedBatch``: raw segments, host, mostly in their pages already; or what a GPU has
+         been asked to write there, and will tell of.
     Out: nothing. The pages hold the saved bytes when the part is settled.
     """
 
@@ -50,10 +59,35 @@ class PlacePages:
 
     async def run(self, batch: DecodedBatch, ctx: StageContext) -> Outputs:
         """Place what a decoder of the user's own left where it was; then settle."""
+        if batch.workspace and batch.items:
+            tasks = await batch.workspace.results()
+            batch.part.ticket.ready = batch.workspace.ready
+            batch.reject(_faults_of(tasks), ctx.log)
         if not batch.placed and batch.items:
             await ctx.lane.run(_place_all, batch)
         batch.settle()
         return {}
+
+
+def cuda_event_of(ready: object) -> int | None:
+    """The ``cudaEvent_t`` of torch's, CuPy's or our own event; None for other kinds."""
+    handle = getattr(ready, "cuda_event", getattr(ready, "ptr", None))
+    return handle if isinstance(handle, int) else None
+
+
+def _faults_of(tasks: Tasks) -> dict[int, CorruptObject]:
+    """What the GPU found wrong with each object."""
+    faults: dict[int, CorruptObject] = {}
+    if not (tasks.crcs.any() or tasks.faults.any()):
+        return faults
+    for index, (first, end) in enumerate(itertools.pairwise(tasks.starts)):
+        damaged = np.flatnonzero(tasks.crcs[first:end])
+        refused = np.flatnonzero(tasks.faults[first:end])
+        if damaged.size:
+            faults[index] = CorruptObject(f"segment {damaged[0]}: its crc32 is not the stored one")
+        elif refused.size:
+            faults[index] = Undecodable(f"segment {refused[0]}: a value that no encoder writes")
+    return faults
 
 
 def _place_all(batch: DecodedBatch) -> None:

@@ -15,8 +15,8 @@ from orbitkv.stages.batch import LandedBatch, SealedBatch, StagedBatch, Uploaded
 class DirectRoute:
     """What S and G share: the route between GPU memory and SSD that leaves out the host.
 
-    This release has no CUDA lane, so the route is never available; its ports are checked all
-    the same, and the reason is told wherever the graph is shown.
+    This release does not have the route, so it is never available; its ports are checked all the
+    same, and the reason is told wherever the graph is shown.
     """
 
     lanes: ClassVar[Lanes] = frozenset({"stream", "file"})
@@ -26,7 +26,7 @@ class DirectRoute:
         """The first thing that is missing here."""
         del config
         missing = cuda_unavailable() or kvikio_unavailable()
-        return missing or "this release has no CUDA lane yet; D and U serve instead"
+        return missing or "this release has no direct route yet; D and U serve instead"
 
     async def run(self, batch: Batch, ctx: StageContext) -> Outputs:
         """Refuse: a runtime that asked first never gets here."""

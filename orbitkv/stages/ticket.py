@@ -6,7 +6,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from orbitkv.errors import Cancelled, OrbitError
 
@@ -33,10 +34,13 @@ class Restored:
     Attributes:
         restored: Hashes whose pages hold the saved bytes.
         missed: Hashes whose pages must be recomputed, whatever their destinations hold now.
+        ready: Of pages on a GPU: an event, whose ``wait(stream)`` lets a stream of the engine's
+            read them. It has happened already. None: they are in host memory.
     """
 
     restored: tuple[bytes, ...]
     missed: tuple[bytes, ...]
+    ready: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,9 @@ class Ticket:
 
     Args:
         conclude: Makes the outcome from the pages done and not done, in the order asked for.
+
+    Attributes:
+        ready: The last event of a GPU's stream that its parts have come to.
     """
 
     def __init__(self, conclude: Callable[[tuple[bytes, ...], tuple[bytes, ...]], Outcome]) -> None:
@@ -102,6 +109,7 @@ class Ticket:
         self._open_parts = 0
         self._sealed = False
         self._error: OrbitError | None = None
+        self.ready: Any = None
         self._cancelled: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def part(self, hashes: tuple[bytes, ...]) -> Part:

@@ -447,7 +447,7 @@ def test_codec_budget_too_small_for_one_page_is_told_at_registration(
 @pytest.mark.parametrize(
     "edge",
     [
-        '{ from = "E",        to = "C", items = 2, bytes = "32 MiB" }',
+        '{ from = "E",        to = "C", items = 2, bytes = "128 MiB" }',
         '{ from = "C.dram",   to = "D", items = 4, bytes = "64 MiB" }',
         '{ from = "D.write",  to = "U", items = 64, bytes = "256 MiB", on_full = "drop" }',
     ],
@@ -456,7 +456,7 @@ def test_codec_budget_too_small_for_one_page_is_told_at_registration(
 def test_save_edge_too_small_for_one_page_is_told_at_registration(
     open_manager: ManagerFactory, tmp_path: Path, ssd_path: Path, edge: str
 ) -> None:
-    small = edge.replace("32 MiB", "4 KiB").replace("64 MiB", "4 KiB").replace("256 MiB", "4 KiB")
+    small = edge.replace("128 MiB", "4 KiB").replace("64 MiB", "4 KiB").replace("256 MiB", "4 KiB")
     save = definition(tmp_path, "save", (edge, small))
     manager = open_manager(save_pipeline=save, ssd_path=ssd_path)
     with pytest.raises(ImpossibleRequest, match=f"too small for it: pipeline .*: {BLOCK}$"):
@@ -468,7 +468,7 @@ def test_save_edge_too_small_for_one_page_is_told_at_registration(
     [
         '{ from = "D", to = "R", items = 4, bytes = "64 MiB" }',
         '{ from = "R", to = "E", items = 4, bytes = "64 MiB" }',
-        'stages = ["serve"], lane = "stream:restore", entry = { items = 2, bytes = "32 MiB" }',
+        'stages = ["serve"], lane = "stream:restore", entry = { items = 2, bytes = "64 MiB" }',
     ],
     ids=["D > R", "R > E", "entry of D"],
 )

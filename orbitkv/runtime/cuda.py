@@ -1,0 +1,543 @@
+"""CudaLane: a lane with a stream, an arena and a completion thread on each GPU that it serves.
+
+CuPy is imported when the first device is opened, never before: it takes seconds, and what touches a
+device raises where there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from orbitkv.cache.pool import Pool
+from orbitkv.cache.ranges import FreeRanges
+from orbitkv.codecs.base import MOST_SOURCE_NBYTES
+from orbitkv.codecs.cuda.kernels import Kernels
+from orbitkv.codecs.cuda.tasks import describe_slots
+from orbitkv.config import KIB, MIB, format_nbytes
+from orbitkv.errors import DeviceFault, ImpossibleRequest, Unavailable
+from orbitkv.objects import OBJECT_ALIGN_NBYTES, Bytes, align_up
+from orbitkv.probe import cuda_unavailable
+from orbitkv.runtime.lanes import HostLane, drained
+from orbitkv.segment import PagedTensors, Words
+
+SCRATCH_NBYTES = 64 * KIB
+_GROWTH_NBYTES = 2 * MIB
+_COPY_ANY_WAY = 4  # cudaMemcpyDefault: the addresses tell the direction
+_NO_TIMING = 2  # cudaEventDisableTiming
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
+
+
+@contextlib.contextmanager
+def faults(doing: str) -> Iterator[None]:
+    """Turn what CUDA raises into a fault of the request."""
+    import cupy  # noqa: PLC0415 - see above
+
+    try:
+        yield
+    except (
+        cupy.cuda.runtime.CUDARuntimeError,
+        cupy.cuda.driver.CUDADriverError,
+        cupy.cuda.memory.OutOfMemoryError,
+    ) as error:
+        raise DeviceFault(f"{doing}: {error}") from error
+
+
+class Device:
+    """One GPU, as all lanes share it: kernels, and the pool pinned for its copy engines.
+
+    Opened and closed on a thread that may block.
+
+    Raises:
+        Unavailable: there is no such GPU, no CuPy, or the pool cannot be pinned.
+    """
+
+    def __init__(self, ordinal: int, pool: Pool) -> None:
+        reason = cuda_unavailable()
+        if reason:
+            raise Unavailable(f"cuda:{ordinal}: {reason}")
+        import cupy  # noqa: PLC0415 - see above
+
+        self.ordinal = ordinal
+        self.runtime = cupy.cuda.runtime
+        self._cupy = cupy
+        with faults(f"cuda:{ordinal}"):
+            seen = self.runtime.getDeviceCount()
+            if not 0 <= ordinal < seen:
+                raise Unavailable(f"cuda:{ordinal}: this machine has {seen} GPUs")
+            self.handle = cupy.cuda.Device(ordinal)
+            with self.handle:
+                pool.pin(self._register, self.runtime.hostUnregister)
+                self.kernels = Kernels(ordinal)
+
+    def _register(self, address: int, nbytes: int) -> None:
+        self.runtime.hostRegister(address, nbytes, _PORTABLE)
+
+    def open_stream(self, lane: str, arena_nbytes: int, run: Callable[..., Any]) -> DeviceStream:
+        """Make a stream for a lane."""
+        return DeviceStream(lane, self, arena_nbytes, run)
+
+    def describe(self, tensors: PagedTensors) -> None:
+        """Tell kernels where the slots of a registration lie. The tensors keep what is told."""
+        with faults("slots"), self.handle:
+            tensors.device_slots = self._cupy.asarray(describe_slots(tensors).view(np.uint8))
+
+
+class DeviceEvent:
+    """A point in the work of a stream, which other streams and threads can wait for.
+
+    Attributes:
+        ptr: The ``cudaEvent_t``.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._runtime = device.runtime
+        self.ptr: int = self._runtime.eventCreateWithFlags(_NO_TIMING)
+
+    def record(self, stream: int) -> None:
+        """Mark what the stream has been given so far."""
+        self._runtime.eventRecord(self.ptr, stream)
+
+    def wait(self, stream: object = None) -> None:
+        """Let a stream go on only after this point.
+
+        Args:
+            stream: A ``torch.cuda.Stream``, ``cupy.cuda.Stream`` or ``cudaStream_t``. None: the
+                default stream.
+        """
+        handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
+        self._runtime.streamWaitEvent(handle or 0, self.ptr, 0)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until this point has been reached. Releases the GIL."""
+        self._runtime.eventSynchronize(self.ptr)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the context may be gone before the last event
+            self._runtime.eventDestroy(self.ptr)
+
+
+class ArenaMemory(Protocol):
+    """One allocation of a device's memory at a time."""
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate; returns the address. Raises DeviceFault where the device has no more."""
+        ...
+
+    def free(self) -> None:
+        """Free what was allocated, if anything."""
+        ...
+
+
+class DeviceMemory:
+    """A memory pool of CuPy's for one arena: its limit is a second guard.
+
+    Attributes:
+        pool: Whose figures are those of the arena.
+    """
+
+    def __init__(self, device: Device, limit_nbytes: int) -> None:
+        import cupy  # noqa: PLC0415 - see above
+
+        self._device = device
+        self._memory: Any = None
+        self.pool = cupy.cuda.MemoryPool()
+        self.pool.set_limit(size=align_up(limit_nbytes, 512))
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate; returns the address."""
+        with faults(f"arena of {format_nbytes(nbytes)}"), self._device.handle:
+            self._memory = self.pool.malloc(nbytes)
+        return int(self._memory.ptr)
+
+    def free(self) -> None:
+        """Free what was allocated, if anything."""
+        with self._device.handle:
+            self._memory = None
+            self.pool.free_all_blocks()
+
+
+class ArenaLease:
+    """A range of an arena, until released. Releasing twice is harmless.
+
+    Attributes:
+        address: Device address, a multiple of 4 KiB.
+    """
+
+    __slots__ = ("_arena", "_offset", "address", "nbytes")
+
+    def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
+        self._arena: Arena | None = arena
+        self._offset = offset
+        self.address = arena.address + offset
+        self.nbytes = nbytes
+
+    def release(self) -> None:
+        """Give the range back. Only after the last kernel or copy on it has ended."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.free(self._offset, self.nbytes)
+
+
+class Arena:
+    """Device memory of one lane: one allocation, grown to what batches need, leased in ranges.
+
+    Args:
+        name: For errors: ``arena of stream:save on cuda:0``.
+        limit_nbytes: Most that it may ever be.
+        memory: Of the device, for this arena alone.
+        run: Runs what blocks, off the loop.
+    """
+
+    def __init__(
+        self, name: str, limit_nbytes: int, memory: ArenaMemory, run: Callable[..., Any]
+    ) -> None:
+        self.name = name
+        self.limit_nbytes = limit_nbytes
+        self.address = 0
+        self.memory = memory
+        self._run = run
+        self._ranges = FreeRanges(0)
+        self._waiting: deque[tuple[asyncio.Future[ArenaLease], int]] = deque()
+        self._growing: asyncio.Task[None] | None = None
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """What is allocated now."""
+        return self._ranges.capacity_nbytes
+
+    @property
+    def used_nbytes(self) -> int:
+        """What is leased now."""
+        return self._ranges.capacity_nbytes - self._ranges.free_nbytes
+
+    async def acquire(self, nbytes: int) -> ArenaLease:
+        """Wait until a range of ``nbytes`` is free and nobody waits before us.
+
+        Raises:
+            ImpossibleRequest: at once, when the limit is smaller.
+            DeviceFault: the device has no memory left.
+        """
+        if nbytes > self.limit_nbytes:
+            raise ImpossibleRequest(
+                f"{self.name}: {nbytes} bytes asked for; the budget is {self.limit_nbytes}"
+            )
+        granted: asyncio.Future[ArenaLease] = asyncio.get_running_loop().create_future()
+        self._waiting.append((granted, nbytes))
+        self._serve()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and not granted.exception():
+                granted.result().release()  # granted in the tick in which we were cancelled
+            self._serve()
+            raise
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Take a range back."""
+        self._ranges.free(offset, nbytes)
+        self._serve()
+
+    async def close(self) -> None:
+        """Free the memory. Only once nothing is leased."""
+        if self._growing:
+            await asyncio.wait([self._growing])
+        await self._run(self.memory.free)
+
+    def _serve(self) -> None:
+        while self._waiting and self._growing is None:
+            granted, nbytes = self._waiting[0]
+            if granted.done():  # its caller was cancelled
+                self._waiting.popleft()
+                continue
+            room_nbytes = self._wanted_nbytes(nbytes)
+            if not self.used_nbytes and self.capacity_nbytes < room_nbytes:
+                self._growing = asyncio.create_task(self._grow(room_nbytes))
+                return
+            offset = self._ranges.allocate(nbytes)
+            if offset is None:
+                return
+            self._waiting.popleft()
+            granted.set_result(ArenaLease(self, offset, nbytes))
+
+    def _wanted_nbytes(self, nbytes: int) -> int:
+        """Room for two batches like this one, so that one is made while the other leaves."""
+        rounded = align_up(2 * align_up(nbytes, OBJECT_ALIGN_NBYTES), _GROWTH_NBYTES)
+        return min(self.limit_nbytes // OBJECT_ALIGN_NBYTES * OBJECT_ALIGN_NBYTES, rounded)
+
+    async def _grow(self, nbytes: int) -> None:
+        """Free first: two arenas at once would be more than the budget."""
+        self._ranges = FreeRanges(0)
+        try:
+            self.address = await self._run(self._replace, nbytes)
+        except DeviceFault as error:
+            granted, _ = self._waiting.popleft()
+            if not granted.done():
+                granted.set_exception(error)
+        else:
+            self._ranges = FreeRanges(nbytes)
+        self._growing = None
+        self._serve()
+
+    def _replace(self, nbytes: int) -> int:
+        self.memory.free()
+        return self.memory.allocate(nbytes)
+
+
+class DeviceStream:
+    """One lane's work on one GPU: kernels in order on a stream, bulk copies beside them.
+
+    Copies have a stream of their own, ordered by events, so that the copy engines carry one batch
+    while kernels make the next. Every method is to be called on the loop.
+
+    Attributes:
+        arena: Workspace of the lane's batches.
+    """
+
+    def __init__(
+        self, lane: str, device: Device, limit_nbytes: int, run: Callable[..., Any]
+    ) -> None:
+        import cupy  # noqa: PLC0415 - see above
+
+        self.device = device
+        self.kernels = device.kernels
+        self.name = f"{lane} on cuda:{device.ordinal}"
+        self._run = run
+        self._loop = asyncio.get_running_loop()
+        with faults(self.name), device.handle:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._copies = cupy.cuda.Stream(non_blocking=True)
+        memory = DeviceMemory(device, limit_nbytes)
+        self.arena = Arena(f"arena of {self.name}", limit_nbytes, memory, run)
+        self._alloc_pinned = cupy.cuda.alloc_pinned_memory
+        self._scratch: list[Bytes] = []
+        self._ending: set[asyncio.Task[None]] = set()
+        self._bridge: HostBridge | None = None
+        self.scratch_out = 0
+        self._events: list[DeviceEvent] = []
+        self._awaited: queue.SimpleQueue[tuple[DeviceEvent, asyncio.Future[None]] | None]
+        self._awaited = queue.SimpleQueue()
+        name = f"orbitkv {self.name}"
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[Kernels]:
+        """Make the device and the stream current: kernels launched within run in order."""
+        with faults(self.name), self.device.handle, self._stream:
+            yield self.kernels
+
+    def after(self, event: int | DeviceEvent) -> None:
+        """Let everything enqueued from here on wait for an event of another stream."""
+        handle = event.ptr if isinstance(event, DeviceEvent) else event
+        with faults(self.name):
+            self.device.runtime.streamWaitEvent(self._stream.ptr, handle, 0)
+
+    def record(self) -> DeviceEvent:
+        """Mark what the stream has been given so far."""
+        with faults(self.name), self.device.handle:
+            event = DeviceEvent(self.device)
+            event.record(self._stream.ptr)
+        return event
+
+    def clear(self, address: int, nbytes: int) -> None:
+        """Zero device memory, in order."""
+        with faults(self.name), self.device.handle:
+            self.device.runtime.memsetAsync(address, 0, nbytes, self._stream.ptr)
+
+    def copy(
+        self, runs: list[tuple[int, int, int]], after: DeviceEvent | None = None
+    ) -> DeviceEvent:
+        """Copy runs of bytes, given as (target, source, bytes), beside the kernels.
+
+        Host memory must be pinned. Returns the event after which all are done.
+        """
+        runtime, stream = self.device.runtime, self._copies.ptr
+        with faults(self.name), self.device.handle:
+            if after is not None:
+                runtime.streamWaitEvent(stream, after.ptr, 0)
+            for target, source, nbytes in runs:
+                runtime.memcpyAsync(target, source, nbytes, _COPY_ANY_WAY, stream)
+            event = DeviceEvent(self.device)
+            event.record(stream)
+        return event
+
+    async def reached(self, event: DeviceEvent) -> None:
+        """Wait for an event, however long it takes, even if the caller is cancelled.
+
+        Raises:
+            DeviceFault: what had been enqueued before it failed.
+        """
+        over: asyncio.Future[None] = self._loop.create_future()
+        self._awaited.put((event, over))
+        await drained(over)
+
+    async def take_scratch(self, nbytes: int) -> Bytes:
+        """Pinned host memory of ``nbytes`` or more, to be given back once no kernel uses it."""
+        self.scratch_out += 1
+        if self._scratch and nbytes <= SCRATCH_NBYTES:
+            return self._scratch.pop()
+        try:
+            scratch: Bytes = await self._run(self._pin_scratch, max(nbytes, SCRATCH_NBYTES))
+            return scratch
+        except BaseException:
+            self.scratch_out -= 1
+            raise
+
+    def give_scratch(self, scratch: Bytes) -> None:
+        """Give pinned memory back. What is longer than usual is freed."""
+        self.scratch_out -= 1
+        if scratch.nbytes == SCRATCH_NBYTES:
+            self._scratch.append(scratch)
+
+    def bridge(self) -> HostBridge:
+        """What carries segments that the arena cannot hold: one, with one buffer, for the lane."""
+        if self._bridge is None:
+            self._bridge = HostBridge(self.name, self.device)
+        return self._bridge
+
+    async def idle(self) -> None:
+        """Wait until everything enqueued so far, copies too, has ended or failed."""
+        with contextlib.suppress(DeviceFault):
+            self.after(self.copy([]))
+            await self.reached(self.record())
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Call on the loop once everything enqueued so far, copies too, has ended or failed."""
+
+        async def wait() -> None:
+            try:
+                await self.idle()
+            finally:
+                call()
+
+        ending = self._loop.create_task(wait())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """Wait for everything enqueued; then end the thread and free the arena."""
+        while self._ending:
+            await asyncio.wait(self._ending)
+        self._awaited.put(None)
+        await asyncio.to_thread(self._drain)
+        await self.arena.close()
+        self._scratch.clear()
+        self._bridge = None
+
+    def leaks(self) -> list[str]:
+        """Workspace still leased: none at rest."""
+        found = []
+        if self.arena.used_nbytes:
+            found.append(f"{self.arena.name}: {self.arena.used_nbytes} bytes")
+        if self.scratch_out:
+            found.append(f"scratch of {self.name}: {self.scratch_out} out")
+        return found
+
+    def _pin_scratch(self, nbytes: int) -> Bytes:
+        with faults(f"scratch of {self.name}"), self.device.handle:
+            memory = self._alloc_pinned(nbytes)
+        return np.frombuffer(memory, np.uint8, nbytes)
+
+    def _drain(self) -> None:
+        self._thread.join()
+        with contextlib.suppress(DeviceFault), faults(self.name), self.device.handle:
+            self._stream.synchronize()
+            self._copies.synchronize()
+
+    def _watch(self) -> None:
+        """Wait for one event after the other, without the GIL, and tell the loop."""
+        self.device.runtime.setDevice(self.device.ordinal)
+        while (entry := self._awaited.get()) is not None:
+            event, over = entry
+            try:
+                with faults(self.name):
+                    event.synchronize()
+            except DeviceFault as error:
+                self._loop.call_soon_threadsafe(over.set_exception, error)
+            else:
+                self._loop.call_soon_threadsafe(over.set_result, None)
+            del entry, event, over  # else an idle lane keeps the last event alive
+
+
+class HostBridge:
+    """Segments to and from a GPU, one by one, on the lane's own thread.
+
+    Attributes:
+        buffer: uint8[16 MiB], pinned.
+    """
+
+    def __init__(self, name: str, device: Device) -> None:
+        import cupy  # noqa: PLC0415 - see above
+
+        self._name = f"bridge of {name}"
+        self._device = device
+        with faults(self._name), device.handle:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            memory = cupy.cuda.alloc_pinned_memory(MOST_SOURCE_NBYTES)
+        self.buffer: Bytes = np.frombuffer(memory, np.uint8, MOST_SOURCE_NBYTES)
+
+    def fetch(self, segment: Words, target: Bytes) -> None:
+        """Copy a segment, described in GPU memory, to contiguous pinned memory."""
+        self._move(segment, target.ctypes.data, to_host=True)
+
+    def put(self, source: Bytes, segment: Words) -> None:
+        """Copy contiguous pinned memory to a segment in GPU memory."""
+        self._move(segment, source.ctypes.data, to_host=False)
+
+    def _move(self, segment: Words, host: int, *, to_host: bool) -> None:
+        runtime, stream = self._device.runtime, self._stream.ptr
+        outer, inner, width = segment.shape
+        row_nbytes = width * segment.itemsize
+        pitch = segment.strides[1] if inner > 1 else row_nbytes
+        with faults(self._name), self._device.handle:
+            for index in range(outer):
+                device = segment.ctypes.data + index * segment.strides[0]
+                here = (host + index * inner * row_nbytes, row_nbytes)
+                there = (device, pitch)
+                target, source = (here, there) if to_host else (there, here)
+                runtime.memcpy2DAsync(*target, *source, row_nbytes, inner, _COPY_ANY_WAY, stream)
+            runtime.streamSynchronize(stream)
+
+
+class CudaLane(HostLane):
+    """A host lane that also has a stream on every GPU whose pages it moves.
+
+    Args:
+        arena_nbytes: Most device memory that the lane's batches may lease, on each GPU.
+    """
+
+    def __init__(self, name: str, arena_nbytes: int) -> None:
+        super().__init__(name)
+        self._arena_nbytes = arena_nbytes
+        self._streams: dict[int, DeviceStream] = {}
+
+    @property
+    def streams(self) -> Mapping[int, DeviceStream]:
+        """By ordinal, those that have been opened."""
+        return self._streams
+
+    def on(self, device: int) -> DeviceStream:
+        """The lane's stream on a GPU that a registration has opened."""
+        return self._streams[device]
+
+    def open_device(self, device: Device) -> None:
+        """Make a stream on a GPU, unless there is one."""
+        if device.ordinal not in self._streams:
+            self._streams[device.ordinal] = device.open_stream(
+                self.name, self._arena_nbytes, self.run
+            )
+
+    async def close(self) -> None:
+        """Drain every GPU, then the thread."""
+        for stream in self._streams.values():
+            await stream.close()
+        self._streams.clear()
+        await super().close()

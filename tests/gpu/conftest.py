@@ -1,0 +1,24 @@
+"""What every test on a GPU needs."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from orbitkv.codecs.cuda.kernels import Kernels
+
+
+@pytest.fixture(scope="session")
+def cupy() -> ModuleType:
+    """CuPy, where there is a GPU."""
+    module = pytest.importorskip("cupy", reason="no CuPy")
+    if not module.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    return module
+
+
+@pytest.fixture(scope="session")
+def launchers(cupy: ModuleType) -> Kernels:
+    """The kernels of the current device."""
+    return Kernels(cupy.cuda.Device().id)
