@@ -65,6 +65,7 @@ def median_s(runs: list[Run], before: list[Run]) -> float:
     taken = []
     for index in range(ROUNDS + 3):
         before[index % len(runs)]()
+        torch.cuda._sleep(200_000)  # noqa: SLF001 - the kernels are there when the clock starts
         start.record()
         runs[index % len(runs)]()
         end.record()
@@ -77,9 +78,9 @@ class KernelBatches:
     """Batches of one size over fresh pages, ready to be encoded and decoded again and again."""
 
     def __init__(
-        self, kernels: Kernels, codec: str, segment_nbytes: int, batch_nbytes: int
+        self, compiled: Kernels, codec: str, segment_nbytes: int, batch_nbytes: int
     ) -> None:
-        self.kernels = kernels
+        self.kernels = kernels = compiled.on(0)
         segments = batch_nbytes // segment_nbytes
         layers = min(segments, 64)
         self.geometry = geometry(segment_nbytes, layers)
@@ -97,6 +98,9 @@ class KernelBatches:
         self.batches = [
             self._tasks(range(b * pages_a_batch, (b + 1) * pages_a_batch)) for b in range(batches)
         ]
+        for launch in self.batches[0][0].launches:
+            compiled.load(launch.kernel)
+        self.presets = self.batches[0][0].crcs.copy()
         self.logical_nbytes = batch_nbytes
         self.stored_nbytes = self.layout.nbytes * pages_a_batch
         self.encode_s = median_s(
@@ -115,23 +119,20 @@ class KernelBatches:
 
     def _tasks(self, pages: range) -> tuple[Tasks, cupy.ndarray, np.ndarray]:
         layout, count = self.layout, len(self.layout.places) * len(pages)
-        slots = tuple(range(len(layout.places)))
         scratch = np.zeros(tasks_nbytes(count), np.uint8)
         device = cupy.zeros(scratch.nbytes, np.uint8)
         start = self.arena.data.ptr
-        items = [Item(layout, page, slots, start + page * layout.nbytes) for page in pages]
-        units = [(index,) for index in range(len(items))]
-        tasks = Tasks(scratch, device.data.ptr, self.slots.data.ptr, items, units)
+        items = [Item(layout, page, start + page * layout.nbytes) for page in pages]
+        tasks = Tasks(scratch, device.data.ptr, self.slots.data.ptr, items)
         return tasks, device, scratch
 
     def _preset(
         self, batch: tuple[Tasks, cupy.ndarray, np.ndarray], *, expected: np.ndarray | None
     ) -> None:
         tasks, device, scratch = batch
-        if expected is None:
-            tasks.expect_zeros()
-        else:
-            tasks.expect(expected)
+        tasks.crcs[:], tasks.faults[:] = self.presets[: tasks.count], 0
+        if expected is not None:
+            tasks.expect([expected])
         device.set(scratch)
 
     def _each(self, tasks: Tasks, work: Callable[..., None]) -> None:

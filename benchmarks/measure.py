@@ -47,15 +47,28 @@ def interleaved(rounds: int, measures: Mapping[str, Callable[[], float]]) -> dic
 
 
 def report(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, as_json: bool
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    as_json: bool,
+    facts: Mapping[str, object] | None = None,
 ) -> None:
-    """Print rows as a table, or as ``{"title", "machine", "rows": [{column: value}]}``."""
+    """Print rows as a table, or as ``{"title", "machine", "rows": [{column: value}]}``.
+
+    Args:
+        facts: What else is to be told: a line each below the table, or beside ``rows``.
+    """
     if as_json:
         described = [dict(zip(columns, row, strict=True)) for row in rows]
-        json.dump({"title": title, "machine": machine(), "rows": described}, sys.stdout, indent=2)
+        whole = {"title": title, "machine": machine(), "rows": described, **(facts or {})}
+        json.dump(whole, sys.stdout, indent=2)
         print()
         return
     table = Table(*columns, title=title, caption=machine(), title_justify="left")
     for row in rows:
         table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for name, fact in (facts or {}).items():
+        console.print(f"{name}: {fact:.2f}" if isinstance(fact, float) else f"{name}: {fact}")

@@ -39,6 +39,7 @@ from orbitkv.engines.checkpoint import (
     read_text,
     tokenize,
 )
+from orbitkv.engines.device import DEVICES, await_stream, check_device, describe_device
 from orbitkv.errors import ConfigError, OrbitError
 from orbitkv.objects import object_nbytes
 from orbitkv.runtime.manager import Manager
@@ -74,12 +75,14 @@ class _Task:
 
     Attributes:
         dtype: Of the weights, and so of the cache.
+        device: Where the model is, and so the engine's pages.
         token_ids: The prompt.
         pool_nbytes, ssd_nbytes: Room for the prompt's pages in each tier.
     """
 
     model: str
     dtype: str
+    device: str
     token_ids: list[int]
     page_tokens: int
     new_tokens: int
@@ -174,6 +177,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DTYPES[0],
         help="of the weights; on most CPUs the default is by far the fastest at decoding",
     )
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        default=DEVICES[0],
+        help="where the model and its cache are; cuda: the first NVIDIA GPU (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
 
 
@@ -205,6 +214,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
     check_installed(NEEDED)
+    check_device(args.device)
     console = Console(file=sys.stderr)
     pool_nbytes = None
     if args.pool_size is not None:
@@ -219,13 +229,15 @@ def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
             token_ids, tokenizer = tokenize(model_path, gguf_file, text)
             if args.prompt_file is None:
                 token_ids = token_ids[:PROMPT_TOKENS]
-            model = load_model(model_path, args.dtype)
+            model = load_model(model_path, args.dtype, args.device)
         task = _plan(args, model, token_ids, pool_nbytes, ssd_path)
         cold, dram, stored = _first_process(task, model, console)
+        device = describe_device(model.device)
         del model
         with _step(console, "a new process: loading the model again, restoring from SSD"):
             ssd = _run_second_process(task)
     return _report(args, task, (cold, dram, ssd), stored) | {
+        "device": device,
         "prompt": text_name,
         "continuation": tokenizer.decode(cold.token_ids),
     }
@@ -293,6 +305,7 @@ def _plan(
     return _Task(
         model=str(args.model.resolve()),
         dtype=args.dtype,
+        device=args.device,
         token_ids=token_ids,
         page_tokens=geometry.page_tokens,
         new_tokens=args.new_tokens,
@@ -321,6 +334,7 @@ def _first_process(
         with _step(console, f"computing {len(task.token_ids)} tokens, then {task.new_tokens} more"):
             _warm_up(task, engine, prefill=True)
             cache = engine.empty_cache()
+            await_stream(model.device)
             started_s = time.perf_counter()
             first = engine.next_token(task.token_ids, cache)
             ttft_ms = _since_ms(started_s)
@@ -343,7 +357,7 @@ def _first_process(
 def _second_process(task: _Task) -> _Run:
     """Restore what another process left on SSD."""
     model_path, _ = find_model(Path(task.model))
-    model = load_model(model_path, task.dtype)
+    model = load_model(model_path, task.dtype, task.device)
     engine = GreedyEngine(model)
     with Manager(task.config()) as manager, _kv(task, manager, model) as kv:
         _warm_up(task, engine, prefill=False)
@@ -382,6 +396,7 @@ def _kv(task: _Task, manager: Manager, model: Model) -> Saver:
 
 def _continue_restored(task: _Task, engine: GreedyEngine, kv: Saver) -> _Run:
     """Continue the prompt from whatever can be restored of it."""
+    await_stream(engine.model.device)
     started_s = time.perf_counter()
     restoration = kv.restore(task.token_ids)
     restore_ms = _since_ms(started_s)
@@ -482,7 +497,8 @@ def _report(
 def _print_report(report: Mapping[str, Any]) -> None:
     """Draw the report as a table, for people."""
     table = Table(
-        title=f"{report['prompt_tokens']} tokens of {escape(report['prompt'])}, {report['dtype']}",
+        title=f"{report['prompt_tokens']} tokens of {escape(report['prompt'])}, "
+        f"{report['dtype']} on {escape(report['device'])}",
         caption=f"continued with: {escape(repr(report['continuation']))}",
     )
     for heading in ("", "time to first token", "of that restoring", "faster", "stored"):

@@ -43,6 +43,14 @@ from orbitkv.engines.checkpoint import (
     states_of,
     tokenize,
 )
+from orbitkv.engines.device import (
+    DEVICES,
+    await_stream,
+    check_device,
+    describe_device,
+    mark_stream,
+    order_after,
+)
 from orbitkv.errors import ConfigError, OrbitError
 from orbitkv.runtime.manager import Manager
 from orbitkv.segment import Geometry, ModelIdentity, Role, hash_pages
@@ -215,6 +223,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=KV_DTYPES[0],
         help="what K and V are rounded to, also where no codec is used (default: %(default)s)",
     )
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        default=DEVICES[0],
+        help="where the model and its cache are; cuda: the first NVIDIA GPU (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
 
 
@@ -255,11 +269,12 @@ def _qualify(args: argparse.Namespace) -> dict[str, Any]:
     model_path, gguf_file = find_model(args.model)
     text, text_name = read_text(args.text_file, flag="--text-file")
     check_installed(_NEEDED + (NEEDED_FOR_GGUF if gguf_file else ()))
+    check_device(args.device)
     with _files_of(args.out) as staging:
         with console.status(escape(f"loading {args.model}")):
             token_ids, _ = tokenize(model_path, gguf_file, text)
             contexts = _cut(args, token_ids)
-            model = load_model(model_path, WEIGHTS_DTYPE)
+            model = load_model(model_path, WEIGHTS_DTYPE, args.device)
         task = _plan(args, model, codecs, contexts)
         results, cold_surprises = _measure(task, model, args.kv_dtype, console)
         report = _report(args, task, results, cold_surprises) | {
@@ -268,6 +283,7 @@ def _qualify(args: argparse.Namespace) -> dict[str, Any]:
                 "sha256": hashlib.sha256(text.encode()).hexdigest(),
                 "tokens": len(token_ids),
             },
+            "device": describe_device(model.device),
             "machine": _machine(),
             "wall_s": time.perf_counter() - started_s,
         }
@@ -391,7 +407,7 @@ def _measure(
                 step(f"{where}: {name}")
                 restored = _round_trip(task, name, context, states, result)
                 for sums, before, after in zip(result.errors, states, restored, strict=True):
-                    sums.add(before.float().numpy(), after.float().numpy())
+                    sums.add(before.float().cpu().numpy(), after.float().cpu().numpy())
                 warm = _answer(task, engine, context, restored, cold.greedy)
                 result.kl.append(kl_nats(cold.log_p, warm.log_p))
                 result.agrees.append(cold.log_p.argmax(axis=-1) == warm.log_p.argmax(axis=-1))
@@ -474,13 +490,15 @@ def _round_trip(
     )
     # Not a number wherever a restore fails to write.
     restored = [state.new_full(state.shape, float("nan")) for state in states]
+    device = states[0].device
     with Manager(config) as manager:
         engine_pages = manager.register(geometry, _paged(geometry, states), model=task.identity)
         hashes = hash_pages(
             engine_pages.namespace, context[: task.prefix_tokens], geometry.page_tokens
         )
         pages = {page_hash: index for index, page_hash in enumerate(hashes)}
-        saved = manager.publish(engine_pages, list(pages.items())).result()
+        ready = mark_stream(device)
+        saved = manager.publish(engine_pages, list(pages.items()), ready=ready).result()
         if isinstance(saved, Failed):
             raise saved.error
         statistics = manager.statistics()
@@ -488,10 +506,14 @@ def _round_trip(
         fresh_pages = manager.register(geometry, _paged(geometry, restored), model=task.identity)
         lease = manager.query(fresh_pages, hashes)
         found = {page_hash: pages[page_hash] for page_hash in lease.hashes}
+        await_stream(device)  # else the fill may come after what is restored
         outcome = manager.restore(lease, found).result()
         if isinstance(outcome, Failed):
             raise outcome.error
-        placed = len(outcome.restored) if isinstance(outcome, Restored) else 0
+        placed = 0
+        if isinstance(outcome, Restored):
+            placed = len(outcome.restored)
+            order_after(outcome.ready, device)
         if placed != task.pages:
             raise _NotRestored(f"{codec}: {placed} pages restored; {task.pages} were saved")
     result.original_nbytes += task.pages * geometry.page_nbytes

@@ -15,9 +15,9 @@ import numpy as np
 
 from orbitkv import Config, Manager
 from orbitkv.cache.catalogue import Copy, Tier
+from orbitkv.codecs.cuda.workspace import DeviceStream
 from orbitkv.errors import Closed
 from orbitkv.graph import Node, Port
-from orbitkv.codecs.cuda.workspace import DeviceStream
 from orbitkv.objects import HEADER_NBYTES, ROW_NBYTES, Bytes, payload_offsets
 from orbitkv.pipeline import PACKAGED
 from orbitkv.runtime.core import Instance

@@ -7,7 +7,6 @@ read too early shows.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import queue
 import random
@@ -26,10 +25,11 @@ from orbitkv.codecs.cuda.crc_tables import zeros_crc32
 from orbitkv.codecs.cuda.tasks import SLOT, TASK, Launch, Span, describe_slots
 from orbitkv.codecs.cuda.workspace import Runs
 from orbitkv.codecs.host import Fp8Codec, TurboQuantCodec
+from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.objects import Bytes, RawReason
 from orbitkv.runtime.cuda import Arena
-from orbitkv.runtime.lanes import drained
-from orbitkv.segment import PagedTensors, Words
+from orbitkv.runtime.lanes import Submitted, drained
+from orbitkv.segment import PagedTensors, Role, Words
 
 UNDECODABLE = 8
 FAULTS = {
@@ -134,16 +134,18 @@ class EmulatedKernels:
         return np.lib.stride_tricks.as_strided(memory_at(address, nbytes), shape, strides)
 
     @staticmethod
-    def _codec(kernel: tuple[Any, ...], segment: Words) -> Any:
+    def _codec(kernel: tuple[Any, ...], segment: Words, stored_nbytes: int) -> Any:
         name, *parameters = kernel
         if name == "fp8":
             (is_half,) = parameters
             codec: Any = Fp8Codec(print)
-            spec = {"role": "k", "tokens": 1, "heads": 1, "head_dim": segment.size // 2}
+            spec = {"role": Role.K, "tokens": 1, "heads": 1, "head_dim": segment.size // 2}
         else:
-            bits, head_dim, role, is_half, seed = parameters
+            bits, head_dim, is_half, seed = parameters
             codec = TurboQuantCodec(f"turboquant-{bits}", seed, print)
             rows = segment.shape[0] * segment.shape[1]
+            scalars_nbytes = stored_nbytes // rows - segment.shape[2] // 2 * bits // 8
+            role = {2: Role.K, 4: Role.V, 6: Role.KV}[scalars_nbytes]
             spec = {"role": role, "tokens": rows, "heads": 1, "head_dim": head_dim}
         return codec.bind(SegmentSpec(dtype="float16" if is_half else "bfloat16", **spec))
 
@@ -163,7 +165,7 @@ class EmulatedKernels:
             if launch.kernel == ("raw",):
                 payload[:] = source
             else:
-                codec = self._codec(launch.kernel, segment)
+                codec = self._codec(launch.kernel, segment, payload.nbytes)
                 result = codec.encode(source.view(np.uint16), payload)
                 if isinstance(result, RawReason):
                     faults[index] |= FAULTS[result]
@@ -182,7 +184,7 @@ class EmulatedKernels:
                 segment[...] = payload.reshape(segment.shape)
             else:
                 words = np.empty(segment.size // 2, np.uint16)
-                self._codec(launch.kernel, segment).decode(payload, words)
+                self._codec(launch.kernel, segment, payload.nbytes).decode(payload, words)
                 segment[...] = words.view(np.uint8).reshape(segment.shape)
 
 
@@ -197,6 +199,7 @@ class EmulatedStream:
         self.kernels = EmulatedKernels(self._work.put)
         self._ending: set[asyncio.Task[None]] = set()
         self.scratch_out = 0
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -205,11 +208,10 @@ class EmulatedStream:
         while (work := self._work.get()) is not None:
             if rng.random() < 0.2:
                 time.sleep(rng.random() * 1e-3)
-            work()
-
-    @contextlib.contextmanager
-    def launching(self) -> Iterator[EmulatedKernels]:
-        yield self.kernels
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - told to whoever waits next
+                self._error = self._error or error
 
     def after(self, event: Any) -> None:
         assert isinstance(event, EmulatedEvent)
@@ -228,9 +230,11 @@ class EmulatedStream:
         return self.record()
 
     async def reached(self, event: EmulatedEvent) -> None:
-        over: asyncio.Future[None] = self._loop.create_future()
+        over: Submitted[None] = Submitted(loop=self._loop)
         self._work.put(lambda: self._loop.call_soon_threadsafe(over.set_result, None) and None)
         await drained(over)
+        if self._error:
+            raise self._error
         assert event.happened.is_set()
 
     async def take_scratch(self, nbytes: int) -> Bytes:
@@ -246,8 +250,10 @@ class EmulatedStream:
 
     def when_over(self, call: Callable[[], None]) -> None:
         async def wait() -> None:
-            await self.idle()
-            call()
+            try:
+                await self.idle()
+            finally:
+                call()
 
         ending = self._loop.create_task(wait())
         self._ending.add(ending)
@@ -292,13 +298,12 @@ class EmulatedDevice:
     def open_stream(self, lane: str, arena_nbytes: int, run: Callable[..., Any]) -> EmulatedStream:
         return EmulatedStream(lane, arena_nbytes, run)
 
-    def describe(self, tensors: PagedTensors) -> None:
+    def prepare(self, tensors: PagedTensors, codecs: SlotCodecs) -> None:
+        del codecs
         described = describe_slots(tensors)
 
         class Slots:
-            class data:  # noqa: N801 - as CuPy names it
-                ptr = described.ctypes.data
-
+            address = described.ctypes.data
             held = described
 
         tensors.device_slots = Slots

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from orbitkv import demo
+from orbitkv.engines import device
+from orbitkv.probe import cuda_unavailable
 
 ROOT = Path(__file__).parents[1]
 SMOLLM2 = Path(os.environ.get("ORBITKV_MODEL", ROOT / ".models" / "smollm2"))
@@ -132,6 +134,20 @@ def test_without_its_engine_it_says_what_to_install(
     assert told.endswith("pip install 'orbitkv[transformers]'\n")
 
 
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(
+    prompt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.setattr(device, "cuda_unavailable", lambda: "no NVIDIA driver")
+    assert run_demo("--model", prompt, "--device", "cuda") == 2
+    told = capsys.readouterr().err
+    assert told == (
+        "orbitkv demo: --device cuda: no NVIDIA driver; "
+        "accepted: cpu, or cuda where that can be had\n"
+    )
+
+
 def test_a_checkpoint_comes_back_in_a_new_process(
     tiny_model: Path,
     prompt: Path,
@@ -152,10 +168,44 @@ def test_a_checkpoint_comes_back_in_a_new_process(
     assert report["bytes_identical"] is True
     assert set(report["ttft_ms"]) == {"cold", "dram", "ssd"}
     assert (report["pages_restored"], report["pages_expected"]) == (4, 4)
+    assert report["device"] == "cpu"
     assert report["bytes"]["engine"] == 4 * 3 * 2 * 2 * 32 * 16 * 4
     assert report["bytes"]["dram"] == report["bytes"]["ssd"] > report["bytes"]["engine"]
     assert "a new process" in captured.err
     assert list(tmp_path.iterdir()) == [prompt]
+
+
+def test_a_new_process_that_finds_nothing_is_exit_1(
+    tiny_model: Path,
+    prompt: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def without_its_file(task: demo._Task) -> demo._Run:
+        other = dataclasses.replace(task, ssd_path=f"{task.ssd_path}.other")
+        return demo._second_process(other)
+
+    monkeypatch.setattr(demo, "_run_second_process", without_its_file)
+    assert run_demo("--model", tiny_model, "--prompt-file", prompt, "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens_identical"] is True  # all of them were computed again
+    assert (report["bytes_identical"], report["pages_restored"]) == (False, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)  # kernels are compiled
+def test_on_a_gpu_it_comes_back_in_a_new_process_too(
+    tiny_model: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reason := cuda_unavailable():
+        pytest.skip(reason)
+    arguments = ["--model", tiny_model, "--prompt-file", prompt, "--device", "cuda"]
+    assert run_demo(*arguments, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens_identical"] is True
+    assert report["bytes_identical"] is True
+    assert (report["pages_restored"], report["pages_expected"]) == (4, 4)
+    assert report["device"] != "cpu"
 
 
 def test_people_get_a_table(

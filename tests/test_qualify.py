@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from orbitkv import cli, qualify
-from orbitkv.engines import checkpoint
+from orbitkv.engines import checkpoint, device
+from orbitkv.probe import cuda_unavailable
 from orbitkv.runtime.core import Instance, PrefixLease
 
 ROOT = Path(__file__).parents[1]
@@ -223,6 +224,42 @@ def test_what_is_not_installed_is_told(
     assert f"not installed: {missing}; " in told
     assert told.endswith("pip install 'orbitkv[transformers]'\n")
     assert names_in(tmp_path) == []
+
+
+def test_a_gpu_that_is_not_there_is_told(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(device, "cuda_unavailable", lambda: "no NVIDIA driver")
+    arguments = ["--model", tiny_model, "--out", tmp_path / "out", "--device", "cuda"]
+    assert run_qualify(*arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("orbitkv qualify: --device cuda: no NVIDIA driver; accepted: cpu")
+    assert told.count("\n") == 1
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)  # kernels are compiled
+def test_on_a_gpu_errors_are_as_on_a_cpu(
+    report: Mapping[str, Any],
+    tiny_model: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if reason := cuda_unavailable():
+        pytest.skip(reason)
+    arguments = ["--model", tiny_model, "--text-file", text, "--out", tmp_path, *SMALL]
+    assert run_qualify(*arguments, "--codec", "none", "fp8", "--device", "cuda", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["none_is_exact"] is True
+    assert found["device"] != report["device"] == "cpu"
+    for role in ("k", "v"):
+        wanted = report["codecs"]["fp8"]["relative_error"][role]
+        assert found["codecs"]["fp8"]["relative_error"][role] == pytest.approx(wanted, rel=0.02)
 
 
 def test_none_that_differs_is_exit_1(

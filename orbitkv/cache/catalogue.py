@@ -370,8 +370,8 @@ class Catalogue:
                     self._free(ousted)
                     offset = self.pool.allocate(want.nbytes)
             if offset is None:  # enough is free, in pieces too small
-                for want, taken in zip(wants, offsets, strict=False):
-                    self.pool.free(taken, want.nbytes)
+                for given_up, taken in zip(wants, offsets, strict=False):
+                    self.pool.free(taken, given_up.nbytes)
                 # What was evicted late may have joined what was taken early.
                 return self._allocate_all(wants) if evicted else None
             offsets.append(offset)

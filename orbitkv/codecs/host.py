@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ _FORMATS = {4: Format.TURBOQUANT4, 3: Format.TURBOQUANT3}
 
 class _Segments(ABC):
     """What the codecs of this module share: one segment is many of which there is one."""
+
+    kernel: tuple[Any, ...]
 
     def __init__(self, spec: SegmentSpec, format_: Format, encoded_nbytes: int) -> None:
         self.spec = spec
@@ -153,6 +156,13 @@ class TurboQuantCodec:
             return RawReason.UNSUPPORTED_LAYOUT
         signs = tables.rotation_signs(self.rotation_seed, spec.head_dim)
         bound = TurboQuantSegments(spec, self.bits, signs)
+        bound.kernel = (
+            "turboquant",
+            self.bits,
+            spec.head_dim,
+            _HALF[spec.dtype],
+            self.rotation_seed,
+        )
         what = f"turboquant for heads of {spec.head_dim}"
         bound.load(self.on_compile, f"compiling the kernels of {what}, once for this processor")
         return bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +87,19 @@ class Layout:
         """Length of the object, a multiple of 4 KiB."""
         last = self.places[-1]
         return align_up(last.offset + last.stored_nbytes, OBJECT_ALIGN_NBYTES)
+
+    @cached_property
+    def counts(self) -> tuple[tuple[str, int], ...]:
+        """What an object adds to the counters: bytes in and out, and each reason to stay raw."""
+        counts: Counter[str] = Counter()
+        for place in self.places:
+            if place.codec is None:
+                counts[f"raw_{place.raw_reason.name.lower()}"] += 1
+            else:
+                counts["encoded_segments"] += 1
+                counts["encoded_original_nbytes"] += place.original_nbytes
+                counts["encoded_stored_nbytes"] += place.stored_nbytes
+        return tuple(counts.items())
 
     @cached_property
     def has_gaps(self) -> bool:

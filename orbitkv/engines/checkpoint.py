@@ -1,4 +1,4 @@
-"""A local checkpoint as an engine: loaded without a network, decoding greedily on the CPU.
+"""A local checkpoint as an engine: loaded without a network, decoding greedily on a CPU or a GPU.
 
 What the demo and the tests of quality put OrbitKV beside; imports torch and transformers only
 when a model is loaded.
@@ -116,8 +116,12 @@ def tokenize(path: Path, gguf_file: Path | None, text: str) -> tuple[list[int], 
         return list(tokenizer(text).input_ids), tokenizer
 
 
-def load_model(path: Path, dtype: str) -> Model:
-    """Load a model for the CPU; a GGUF's weights dequantised, else every forward unpacks them."""
+def load_model(path: Path, dtype: str, device: str = "cpu") -> Model:
+    """Load a model; a GGUF's weights dequantised, else every forward unpacks them.
+
+    Args:
+        device: ``cpu`` or ``cuda``, which ``check_device`` let pass.
+    """
     import torch
     import transformers
 
@@ -126,7 +130,7 @@ def load_model(path: Path, dtype: str) -> Model:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     loader: Any = transformers.AutoModelForCausalLM
     with _loading(path):
-        return loader.from_pretrained(**options).eval()
+        return loader.from_pretrained(**options).eval().to(device)
 
 
 class GreedyEngine:
@@ -149,19 +153,31 @@ class GreedyEngine:
         import torch
 
         with torch.inference_mode():
-            rest = torch.tensor([token_ids[cache.get_seq_length() :]])
-            output = self.model(rest, use_cache=True, **{self._cache_keyword: cache})
-            logits: Logits = output.logits[0].float().numpy()
+            output = self._forward(self._rest(token_ids, cache), cache)
+            logits: Logits = output.logits[0].float().cpu().numpy()
             return logits
 
     def next_token(self, token_ids: Sequence[int], cache: Cache) -> int:
-        """Compute the tokens that the cache does not hold; return the likeliest next one."""
+        """Compute the tokens that the cache does not hold; return the likeliest next one.
+
+        On a GPU that waits until all of it has been computed.
+        """
+        return int(self.likeliest(self._rest(token_ids, cache), cache))
+
+    def likeliest(self, rest: Any, cache: Cache) -> Any:  # noqa: ANN401 - tensors
+        """Compute some more tokens, int64[1, tokens]; return the likeliest next one, int64[]."""
         import torch
 
         with torch.inference_mode():
-            rest = torch.tensor([token_ids[cache.get_seq_length() :]])
-            options = self._options | {self._cache_keyword: cache}
-            return int(self.model(rest, use_cache=True, **options).logits[0, -1].argmax())
+            return self._forward(rest, cache, **self._options).logits[0, -1].argmax()
+
+    def _rest(self, token_ids: Sequence[int], cache: Cache) -> Any:  # noqa: ANN401 - a tensor
+        import torch
+
+        return torch.tensor([token_ids[cache.get_seq_length() :]], device=self.model.device)
+
+    def _forward(self, rest: Any, cache: Cache, **options: Any) -> Any:  # noqa: ANN401 - as above
+        return self.model(rest, use_cache=True, **{self._cache_keyword: cache}, **options)
 
     def empty_cache(self) -> Cache:
         """What a prompt starts with that nothing is known of."""
@@ -173,7 +189,7 @@ class GreedyEngine:
         """Make a cache of copies of K and V, each layer's in turn, in the model's own dtype.
 
         Args:
-            states: Tensors of any dtype, [1, heads, tokens, head_dim], host.
+            states: Tensors of any dtype, [1, heads, tokens, head_dim], where the model is.
         """
         cache = self.empty_cache()
         for layer in range(len(states) // 2):
@@ -209,12 +225,10 @@ def digest_pages(cache: Cache, pages: int, page_tokens: int) -> list[str]:
     """SHA-256 of each of a cache's first pages, over K and V of all its layers in turn."""
     import torch
 
-    digests = []
-    for start in range(0, pages * page_tokens, page_tokens):
-        digest = hashlib.sha256()
-        for layer in cache.layers:
-            for tensor in (layer.keys, layer.values):
-                page = tensor[:, :, start : start + page_tokens].contiguous()
-                digest.update(page.view(torch.uint8).numpy())
-        digests.append(digest.hexdigest())
-    return digests
+    digests = [hashlib.sha256() for _ in range(pages)]
+    for layer in cache.layers if pages else ():  # of an empty cache they hold no tensors
+        for tensor in (layer.keys, layer.values):
+            host = tensor[:, :, : pages * page_tokens].cpu()
+            for digest, page in zip(digests, host.split(page_tokens, dim=2), strict=True):
+                digest.update(page.contiguous().view(torch.uint8).numpy())
+    return [digest.hexdigest() for digest in digests]

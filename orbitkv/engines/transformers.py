@@ -1,8 +1,8 @@
 """OrbitKVCache: save and restore the KV cache of a Hugging Face causal language model.
 
-A ``DynamicCache`` keeps one K and one V tensor a layer, [1, heads, tokens, head_dim]. Seen as
-[heads, page, 32, head_dim] it is a paged cache, strided but in place: nothing is copied to save
-it, and a restored one is filled where the model will read it.
+A ``DynamicCache`` keeps one K and one V tensor a layer, [1, heads, tokens, head_dim], on the CPU or
+on a GPU. Seen as [heads, page, 32, head_dim] it is a paged cache, strided but in place: nothing is
+copied to save it, and a restored one is filled where the model will read it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from orbitkv.cache.catalogue import Tier
+from orbitkv.engines.device import DEVICES, mark_stream
+from orbitkv.engines.landing import Arrival, Landing, SaveTicket
 from orbitkv.errors import Closed, ConfigError, GeometryError
 from orbitkv.runtime.core import Instance
 from orbitkv.runtime.manager import Manager
@@ -36,7 +38,6 @@ from orbitkv.segment import (
     digest_fields,
     hash_pages,
 )
-from orbitkv.stages.ticket import Failed, Restored, Ticket
 
 PAGE_TOKENS = 32
 SAMPLES = 64
@@ -54,7 +55,8 @@ class Restoration:
     """A cache that holds a prompt's longest restorable prefix.
 
     Attributes:
-        cache: A fresh ``DynamicCache``, the caller's own. Empty where nothing was restored.
+        cache: A fresh ``DynamicCache``, the caller's own. Empty where nothing was restored. In a
+            landing, its tensors are the landing's until the model has grown it.
         tokens: Tokens it holds: compute from ``input_ids[:, tokens:]`` on, always one or more.
         pages_restored: Pages it holds.
         pages_missed: Full pages after them that must be computed. The page of the last token is
@@ -81,7 +83,7 @@ class Generation:
 
     sequences: torch.Tensor
     restoration: Restoration
-    ticket: Ticket
+    ticket: SaveTicket
 
 
 class OrbitKVCache:
@@ -101,14 +103,19 @@ class OrbitKVCache:
 
     Args:
         manager: Stays the caller's, and must outlive this.
-        model: A causal model in evaluation mode, on the CPU, whose cache is a ``DynamicCache`` of
-            full attention layers with equally wide K and V.
+        model: A causal model in evaluation mode, on the CPU or on one GPU, whose cache is a
+            ``DynamicCache`` of full attention layers with equally wide K and V. On a GPU torch's
+            current stream must be the one that the model runs on, whenever this is called.
         salt: Keeps tenants apart that must not see each other's prefixes.
         page_tokens: Tokens of a page. A tail shorter than that is always computed.
+        bands: Parts that the layers are stored in, and come back in, one after the other: see
+            ``begin``. Part of what a page is, so that other numbers do not find it.
 
     Raises:
+        ConfigError: there are fewer layers than bands.
         GeometryError: the model keeps another kind of cache, naming all that is not accepted.
         ImpossibleRequest: one page is larger than the manager's pool.
+        Unavailable: the model is on a GPU that the manager's lanes cannot use.
     """
 
     def __init__(
@@ -118,67 +125,91 @@ class OrbitKVCache:
         *,
         salt: bytes = b"",
         page_tokens: int = PAGE_TOKENS,
+        bands: int = 1,
     ) -> None:
         self._manager = manager
         self._model = model
         self.geometry = declare_geometry(model, page_tokens=page_tokens)
+        layers = len(self.geometry.slots) // 2
+        if not 1 <= bands <= layers:
+            raise ConfigError(f"bands: {bands}; accepted: 1 to {layers}, the layers of this model")
+        self._first_layers = [layers * band // bands for band in range(bands)]
+        ends = [*self._first_layers[1:], layers]
+        self._bands = [
+            slice(2 * first, 2 * end) for first, end in zip(self._first_layers, ends, strict=True)
+        ]
+        self._geometries = [Geometry(page_tokens, self.geometry.slots[b]) for b in self._bands]
         # Of a local checkpoint the name alone: its path differs between hosts, the KV does not.
         name = Path(model.config.name_or_path or type(model).__name__).name
         self.identity = ModelIdentity(name, fingerprint(model), salt=salt)
         # One page, never filled: it asks what there is, before anything is allocated for it.
-        self._home = self._register(self._allocate(1))
+        self._homes = self._register(self._allocate(1))
+        self._instances = list(self._homes)
         self._housekeeper = ThreadPoolExecutor(1, thread_name_prefix="orbitkv-transformers")
 
-    def restore(self, input_ids: TokenIds) -> Restoration:
+    @property
+    def namespace(self) -> str:
+        """Of the first band; the pages of all bands go by hashes made in it."""
+        return self._homes[0].namespace
+
+    def restore(self, input_ids: TokenIds, landing: Landing | None = None) -> Restoration:
         """Put the longest restorable prefix into a fresh cache, and wait until it is there.
 
         Args:
             input_ids: int[1, tokens] or int[tokens]: tensor, array or list.
+            landing: Where to put it, of this object's own making. None: into tensors of its own,
+                which takes some milliseconds more on a GPU.
 
         Raises:
             GeometryError: a batch of more than one sequence.
             OrbitError: the restore failed, as its text says; the prompt can still be computed.
         """
-        tokens = _token_ids(input_ids)
-        page_tokens = self.geometry.page_tokens
-        hashes = hash_pages(self._home.namespace, tokens[:-1], page_tokens)
-        cache = DynamicCache(config=self._model.config)
-        with self._manager.query(self._home, hashes) as found:
+        hashes = self._hashes(input_ids)
+        if landing is not None:
+            return self._restoration(Arrival(self._manager, landing, hashes), landing, hashes)
+        # Held until the arrival holds them, so that it finds no fewer pages.
+        with self._manager.query(self._homes[0], hashes) as found:
             if not found.hashes:
+                cache = DynamicCache(config=self._model.config)
                 return Restoration(cache, 0, 0, len(hashes), dict.fromkeys(Tier, 0))
-            tensors = self._allocate(len(found.hashes))
-            instance = self._register(tensors)
+            landing = self._land(len(found.hashes))
             try:
-                # `found` is held until here, so that this lease has no fewer pages.
-                lease = self._manager.query(instance, found.hashes)
-                pages = {page_hash: index for index, page_hash in enumerate(lease.hashes)}
-                outcome = self._manager.restore(lease, pages).result()
+                arrival = Arrival(self._manager, landing, hashes)
+                found.release()
+                return self._restoration(arrival, landing, hashes)
             finally:
-                self._forget(instance)
-        if isinstance(outcome, Failed):
-            raise outcome.error
-        placed = frozenset(outcome.restored if isinstance(outcome, Restored) else ())
-        whole = next((i for i, h in enumerate(lease.hashes) if h not in placed), len(lease.hashes))
-        tiers = [copies[0].tier for copies in lease.copies[:whole]]
-        if whole:
-            layers: list[Any] = cache.layers
-            for layer, keys, values in zip(layers, tensors[::2], tensors[1::2], strict=True):
-                layer.lazy_initialization(keys, values)
-                layer.keys = keys[:, :, : whole * page_tokens]
-                layer.values = values[:, :, : whole * page_tokens]
-        return Restoration(
-            cache,
-            whole * page_tokens,
-            whole,
-            len(hashes) - whole,
-            {tier: tiers.count(tier) for tier in Tier},
-        )
+                self._forget(landing.instances)
 
-    def save(self, input_ids: TokenIds, cache: Cache) -> Ticket:
+    def begin(self, input_ids: TokenIds, landing: Landing) -> Arrival:
+        """Start to put the longest restorable prefix into a landing, and wait for nothing.
+
+        For engines that can work on the first bands while the others are on their way. One
+        arrival at a time: the next into the same landing waits for this one.
+        """
+        return Arrival(self._manager, landing, self._hashes(input_ids))
+
+    def make_landing(self, tokens: int) -> Landing:
+        """Make tensors for prefixes of up to so many tokens, for use again and again.
+
+        They are kept until this object is closed.
+
+        Raises:
+            ConfigError: fewer tokens than a page has.
+        """
+        pages = tokens // self.geometry.page_tokens
+        if pages < 1:
+            accepted = f"{self.geometry.page_tokens} or more, a page"
+            raise ConfigError(f"landing for {tokens} tokens; accepted: {accepted}")
+        landing = self._land(pages)
+        self._instances += landing.instances
+        return landing
+
+    def save(self, input_ids: TokenIds, cache: Cache) -> SaveTicket:
         """Save every full page of a cache, without waiting and without copying.
 
         Going on with the cache is safe: a ``DynamicLayer`` grows by making new tensors, and the
-        old ones are kept until the ticket has ended. Only writing into them in place is not.
+        old ones are kept until the ticket has ended. Only writing into them in place is not. On a
+        GPU the save begins where the current stream is now, and nothing waits for it.
 
         Args:
             input_ids: The tokens whose states the cache holds, as for ``restore``. One more than
@@ -194,18 +225,23 @@ class OrbitKVCache:
         page_tokens = self.geometry.page_tokens
         pages = min(len(tokens), cache.get_seq_length()) // page_tokens
         if pages == 0:
-            return self._manager.publish(self._home, ())
-        hashes = hash_pages(self._home.namespace, tokens[: pages * page_tokens], page_tokens)
+            return SaveTicket((), [self._manager.publish(home, ()) for home in self._homes])
+        hashes = hash_pages(self.namespace, tokens[: pages * page_tokens], page_tokens)
         tensors = [
             tensor[:, :, : pages * page_tokens]
             for layer in layers
             for tensor in (layer.keys, layer.values)
         ]
-        instance = self._register(tensors)
+        places = list(zip(hashes, range(pages), strict=True))
+        ready = mark_stream(self._model.device)
+        instances = self._register(tensors)
         try:
-            return self._manager.publish(instance, list(zip(hashes, range(pages), strict=True)))
+            tickets = [
+                self._manager.publish(instance, places, ready=ready) for instance in instances
+            ]
         finally:
-            self._forget(instance)
+            self._forget(instances)
+        return SaveTicket(hashes, tickets)
 
     def generate(
         self, input_ids: TokenIds, *, max_new_tokens: int, **options: object
@@ -224,7 +260,7 @@ class OrbitKVCache:
             if options.get(option, 1) != 1:
                 raise ConfigError(f"{option}: {options[option]!r}; accepted: 1 sequence at a time")
         restoration = self.restore(input_ids)
-        prompt = torch.tensor([_token_ids(input_ids)])
+        prompt = torch.tensor([_token_ids(input_ids)], device=self._model.device)
         settings = {
             "do_sample": False,
             "attention_mask": torch.ones_like(prompt),
@@ -239,7 +275,7 @@ class OrbitKVCache:
 
     def close(self) -> None:
         """Wait for the saves under way, and forget the model. Idempotent."""
-        self._forget(self._home)
+        self._forget(self._instances)
         self._housekeeper.shutdown()
 
     def __enter__(self) -> Self:
@@ -253,6 +289,27 @@ class OrbitKVCache:
     ) -> None:
         self.close()
 
+    def _hashes(self, input_ids: TokenIds) -> list[bytes]:
+        """Hash the full pages before the last token, which is always computed."""
+        tokens = _token_ids(input_ids)[:-1]
+        return hash_pages(self.namespace, tokens, self.geometry.page_tokens)
+
+    def _restoration(
+        self, arrival: Arrival, landing: Landing, hashes: Sequence[bytes]
+    ) -> Restoration:
+        """Wait until all of it has come, and make a cache of it."""
+        pages = arrival.wait_for_all()
+        if pages:
+            cache = landing.cache(self._model.config, pages)
+        else:
+            cache = DynamicCache(config=self._model.config)
+        tokens = pages * self.geometry.page_tokens
+        return Restoration(cache, tokens, pages, len(hashes) - pages, arrival.sources())
+
+    def _land(self, pages: int) -> Landing:
+        tensors = self._allocate(pages)
+        return Landing(tensors, pages, self._first_layers, self._register(tensors))
+
     def _allocate(self, pages: int) -> list[torch.Tensor]:
         """Make the tensors of a cache of so many pages, K and V of each layer in turn.
 
@@ -261,29 +318,41 @@ class OrbitKVCache:
         """
         tokens = pages * self.geometry.page_tokens
         return [
-            torch.empty((1, slot.heads, tokens, slot.head_dim), dtype=getattr(torch, slot.dtype))
+            torch.empty(
+                (1, slot.heads, tokens, slot.head_dim),
+                dtype=getattr(torch, slot.dtype),
+                device=self._model.device,
+            )
             for slot in self.geometry.slots
         ]
 
-    def _register(self, tensors: Sequence[torch.Tensor]) -> Instance:
-        """Register tensors of shape [1, heads, pages * page_tokens, head_dim] as pages."""
-        views = {}
-        for slot, tensor in zip(self.geometry.slots, tensors, strict=True):
-            heads, tokens, width = tensor.shape[1:]  # its own, for the manager to compare
-            pages = tokens // self.geometry.page_tokens
-            views[slot.name] = tensor[0].view(heads, pages, self.geometry.page_tokens, width)
-        return self._manager.register(self.geometry, views, model=self.identity)
+    def _register(self, tensors: Sequence[torch.Tensor]) -> list[Instance]:
+        """Register tensors of shape [1, heads, pages * page_tokens, head_dim] as pages of bands."""
+        instances: list[Instance] = []
+        try:
+            for geometry, band in zip(self._geometries, self._bands, strict=True):
+                views = {
+                    slot.name: _as_pages(tensor, geometry.page_tokens)
+                    for slot, tensor in zip(geometry.slots, tensors[band], strict=True)
+                }
+                instances.append(self._manager.register(geometry, views, model=self.identity))
+        except BaseException:
+            for instance in instances:
+                self._manager.unregister(instance)
+            raise
+        return instances
 
-    def _forget(self, instance: Instance) -> None:
-        """Let an instance and its tensors go once nothing reads or fills them, not waiting."""
+    def _forget(self, instances: Iterable[Instance]) -> None:
+        """Let instances and their tensors go once nothing reads or fills them, not waiting."""
 
-        def forget() -> None:
+        def forget(instance: Instance) -> None:
             # A manager that is closed first has forgotten it already.
             with contextlib.suppress(Closed, CancelledError):
                 self._manager.unregister(instance)
 
-        with contextlib.suppress(RuntimeError):  # closed before, and so is the instance
-            self._housekeeper.submit(forget)
+        with contextlib.suppress(RuntimeError):  # closed before, and so are the instances
+            for instance in instances:
+                self._housekeeper.submit(forget, instance)
 
     def _layers(self, cache: Cache) -> list[Any]:
         """Check that a cache is of the kind that was declared.
@@ -326,8 +395,9 @@ def declare_geometry(model: Model, *, page_tokens: int = PAGE_TOKENS) -> Geometr
         faults.append(
             f"latent attention (kv_lora_rank {config.kv_lora_rank}); accepted: K and V of one width"
         )
-    if model.device.type != "cpu":
-        faults.append(f"a model on {model.device}; accepted in this release: cpu")
+    places = sorted({str(tensor.device) for _, tensor in _weights(model)})
+    if len(places) > 1 or model.device.type not in DEVICES:
+        faults.append(f"a model on {', '.join(places)}; accepted: the CPU, or one NVIDIA GPU")
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype not in DTYPE_NBYTES:
         faults.append(f"dtype {dtype}; accepted: {', '.join(DTYPE_NBYTES)}")
@@ -399,7 +469,13 @@ def _sample(tensor: torch.Tensor) -> bytes:
     if not flat.numel():
         return b""
     picked = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), dtype=torch.float64)
-    return flat[picked.long()].view(torch.uint8).numpy().tobytes()
+    return flat[picked.long().to(flat.device)].view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _as_pages(tensor: torch.Tensor, page_tokens: int) -> torch.Tensor:
+    """See [1, heads, tokens, head_dim] as [heads, page, token, head_dim], in place."""
+    heads, tokens, width = tensor.shape[1:]  # its own, for the manager to compare
+    return tensor[0].view(heads, tokens // page_tokens, page_tokens, width)
 
 
 def _layer_faults(cache: DynamicCache) -> list[str]:

@@ -81,6 +81,28 @@ class Channel(Generic[T]):
             False where the batch was abandoned: dropped from a full channel, too large ever to
             pass, or sent to a channel that is closed.
         """
+        taken = self.offer(item)
+        if taken is not None:
+            return taken
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._senders[accepted] = (item, item.nbytes)
+        try:
+            await accepted
+        except asyncio.CancelledError:
+            if self._senders.pop(accepted, None):  # else the consumer has it already
+                item.abandon(Cancelled(f"cancelled while {self.name} was full"))
+                self._admit_senders()
+                self._wake()  # a closed channel may be exhausted now
+            raise
+        return True
+
+    def offer(self, item: T) -> bool | None:
+        """Put a batch in, if that needs no waiting; then it is the channel's.
+
+        Returns:
+            True where it is in, False where it was abandoned, and None where its turn has not
+            come: it is still the caller's.
+        """
         nbytes = item.nbytes
         if self._closed:
             item.abandon(self._abandoned_with or Closed(f"{self.name} is closed"))
@@ -100,17 +122,7 @@ class Channel(Generic[T]):
             self._dropped_items += 1
             item.abandon(Dropped(f"{self.name} is full"))
             return False
-        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._senders[accepted] = (item, nbytes)
-        try:
-            await accepted
-        except asyncio.CancelledError:
-            if self._senders.pop(accepted, None):  # else the consumer has it already
-                item.abandon(Cancelled(f"cancelled while {self.name} was full"))
-                self._admit_senders()
-                self._wake()  # a closed channel may be exhausted now
-            raise
-        return True
+        return None
 
     def receive_nowait(self) -> T | None:
         """Take the oldest batch; None where there is none now."""

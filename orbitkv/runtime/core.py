@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -323,7 +324,7 @@ class Core:
             device = self._devices.setdefault(tensors.device, device)
         for lane in self._cuda_lanes:
             lane.open_device(device)
-        await asyncio.to_thread(device.describe, tensors)
+        await asyncio.to_thread(device.prepare, tensors, self._bound[tensors.geometry])
 
     async def unregister(self, instance: Instance) -> None:
         """Take an instance away: its leases now, its tensors once its work has ended."""
@@ -344,9 +345,7 @@ class Core:
         """Filter what is resident, cut the rest into batches, and send them off."""
         self._check_open(instance)
         _check_hashes(page_hash for page_hash, _ in pages)
-        waits = ready is None or isinstance(ready, BlockingEvent)
-        if not waits or inspect.iscoroutinefunction(getattr(ready, "wait", None)):
-            raise TypeError(f"ready {ready!r}; accepted: an event that a thread can wait() for")
+        _check_ready(ready)
         instance.tensors.check_indices([index for _, index in pages], distinct=True)
         resident: list[bytes] = []
         fresh: list[tuple[StateKey, int]] = []
@@ -431,8 +430,11 @@ class Core:
         for copy in (copy for page in lease.copies for copy in page):
             self.catalogue.unpin(copy)
 
-    async def restore(self, lease: PrefixLease, destinations: dict[bytes, int]) -> Ticket:
+    async def restore(
+        self, lease: PrefixLease, destinations: dict[bytes, int], ready: object | None = None
+    ) -> Ticket:
         """Check every destination; then cut by tier into batches, and send them off."""
+        _check_ready(ready)
         instance = lease.instance
         self._check_open(instance)
         if lease.spent:
@@ -469,7 +471,9 @@ class Core:
             )
             for pack in packs:
                 part = ticket.part(tuple(target.page_hash for _, target in items[pack]))
-                batches.append(station(part, self.catalogue, instance.tensors, items[pack]))
+                batches.append(
+                    station(part, self.catalogue, instance.tensors, items[pack], ready=ready)
+                )
         self._send_off(instance, ticket, self._fetch, batches)
         return ticket
 
@@ -542,14 +546,18 @@ class Core:
         ticket.when_done(lambda: instance.tickets.discard(ticket))
         ticket.seal()
 
+        waiting = deque(batches)
+        while waiting and not ticket.cancelled and runtime.offer(waiting[0]):
+            waiting.popleft()
+
         async def feed() -> None:
-            for batch in batches:
+            for batch in waiting:
                 if ticket.cancelled:
                     batch.abandon(Cancelled("the request was cancelled"))
                 else:
                     await runtime.submit(batch)
 
-        if batches:
+        if waiting:
             feeding = asyncio.create_task(feed())
             self._feeding.add(feeding)
             feeding.add_done_callback(self._feeding.discard)
@@ -581,6 +589,12 @@ class Core:
         if tickets := sum(len(instance.tickets) for instance in self._instances):
             found.append(f"{tickets} tickets")
         return found
+
+
+def _check_ready(ready: object | None) -> None:
+    waits = ready is None or isinstance(ready, BlockingEvent)
+    if not waits or inspect.iscoroutinefunction(getattr(ready, "wait", None)):
+        raise TypeError(f"ready {ready!r}; accepted: an event that a thread can wait() for")
 
 
 def _check_hashes(hashes: Iterable[object]) -> None:

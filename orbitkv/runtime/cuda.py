@@ -19,13 +19,17 @@ import numpy as np
 from orbitkv.cache.pool import Pool
 from orbitkv.cache.ranges import FreeRanges
 from orbitkv.codecs.base import MOST_SOURCE_NBYTES
-from orbitkv.codecs.cuda.kernels import Kernels
+from orbitkv.codecs.cuda import driver
+from orbitkv.codecs.cuda.driver import Event
+from orbitkv.codecs.cuda.kernels import Kernels, Launcher
 from orbitkv.codecs.cuda.tasks import describe_slots
+from orbitkv.codecs.cuda.workspace import Runs
+from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.config import KIB, MIB, format_nbytes
 from orbitkv.errors import DeviceFault, ImpossibleRequest, Unavailable
 from orbitkv.objects import OBJECT_ALIGN_NBYTES, Bytes, align_up
 from orbitkv.probe import cuda_unavailable
-from orbitkv.runtime.lanes import HostLane, drained
+from orbitkv.runtime.lanes import HostLane, Submitted, drained
 from orbitkv.segment import PagedTensors, Words
 
 SCRATCH_NBYTES = 64 * KIB
@@ -33,6 +37,10 @@ _GROWTH_NBYTES = 2 * MIB
 _COPY_ANY_WAY = 4  # cudaMemcpyDefault: the addresses tell the direction
 _NO_TIMING = 2  # cudaEventDisableTiming
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
+
+
+# Of the calling thread: the device that OrbitKV made current last. Nobody else uses our threads.
+_current = threading.local()
 
 
 @contextlib.contextmanager
@@ -80,48 +88,39 @@ class Device:
     def _register(self, address: int, nbytes: int) -> None:
         self.runtime.hostRegister(address, nbytes, _PORTABLE)
 
+    def make_current(self) -> None:
+        """Make the device the calling thread's. Costs nothing where it is already."""
+        if getattr(_current, "ordinal", None) != self.ordinal:
+            self.runtime.setDevice(self.ordinal)
+            _current.ordinal = self.ordinal
+
     def open_stream(self, lane: str, arena_nbytes: int, run: Callable[..., Any]) -> DeviceStream:
         """Make a stream for a lane."""
         return DeviceStream(lane, self, arena_nbytes, run)
 
-    def describe(self, tensors: PagedTensors) -> None:
-        """Tell kernels where the slots of a registration lie. The tensors keep what is told."""
-        with faults("slots"), self.handle:
-            tensors.device_slots = self._cupy.asarray(describe_slots(tensors).view(np.uint8))
+    def prepare(self, tensors: PagedTensors, codecs: SlotCodecs) -> None:
+        """Tell kernels where the slots of a registration lie, and load what its codecs need."""
+        # On a stream of its own: the default one would wait for what the engine does there.
+        with faults(f"cuda:{self.ordinal}"), self.handle, self._cupy.cuda.Stream(non_blocking=True):
+            tensors.device_slots = DeviceSlots(
+                self._cupy.asarray(describe_slots(tensors).view(np.uint8), blocking=True)
+            )
+            for layout in codecs.layouts.values():
+                for place in layout.places:
+                    if place.codec:
+                        self.kernels.load(place.codec.kernel)
 
 
-class DeviceEvent:
-    """A point in the work of a stream, which other streams and threads can wait for.
+class DeviceSlots:
+    """The slots of a registration in device memory.
 
     Attributes:
-        ptr: The ``cudaEvent_t``.
+        address: Of ``SLOT``[slots].
     """
 
-    def __init__(self, device: Device) -> None:
-        self._runtime = device.runtime
-        self.ptr: int = self._runtime.eventCreateWithFlags(_NO_TIMING)
-
-    def record(self, stream: int) -> None:
-        """Mark what the stream has been given so far."""
-        self._runtime.eventRecord(self.ptr, stream)
-
-    def wait(self, stream: object = None) -> None:
-        """Let a stream go on only after this point.
-
-        Args:
-            stream: A ``torch.cuda.Stream``, ``cupy.cuda.Stream`` or ``cudaStream_t``. None: the
-                default stream.
-        """
-        handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
-        self._runtime.streamWaitEvent(handle or 0, self.ptr, 0)
-
-    def synchronize(self) -> None:
-        """Block the calling thread until this point has been reached. Releases the GIL."""
-        self._runtime.eventSynchronize(self.ptr)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the context may be gone before the last event
-            self._runtime.eventDestroy(self.ptr)
+    def __init__(self, array: Any) -> None:  # noqa: ANN401 - a CuPy array
+        self._array = array
+        self.address = int(array.data.ptr)
 
 
 class ArenaMemory(Protocol):
@@ -307,13 +306,13 @@ class DeviceStream:
         import cupy  # noqa: PLC0415 - see above
 
         self.device = device
-        self.kernels = device.kernels
         self.name = f"{lane} on cuda:{device.ordinal}"
         self._run = run
         self._loop = asyncio.get_running_loop()
         with faults(self.name), device.handle:
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._copies = cupy.cuda.Stream(non_blocking=True)
+        self._launcher = device.kernels.on(self._stream.ptr)
         memory = DeviceMemory(device, limit_nbytes)
         self.arena = Arena(f"arena of {self.name}", limit_nbytes, memory, run)
         self._alloc_pinned = cupy.cuda.alloc_pinned_memory
@@ -321,61 +320,52 @@ class DeviceStream:
         self._ending: set[asyncio.Task[None]] = set()
         self._bridge: HostBridge | None = None
         self.scratch_out = 0
-        self._events: list[DeviceEvent] = []
-        self._awaited: queue.SimpleQueue[tuple[DeviceEvent, asyncio.Future[None]] | None]
+        self._events: list[Event] = []
+        self._awaited: queue.SimpleQueue[tuple[Event, Submitted[None]] | None]
         self._awaited = queue.SimpleQueue()
         name = f"orbitkv {self.name}"
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
         self._thread.start()
 
-    @contextlib.contextmanager
-    def launching(self) -> Iterator[Kernels]:
-        """Make the device and the stream current: kernels launched within run in order."""
-        with faults(self.name), self.device.handle, self._stream:
-            yield self.kernels
+    @property
+    def kernels(self) -> Launcher:
+        """Launches kernels, in order."""
+        self.device.make_current()
+        return self._launcher
 
-    def after(self, event: int | DeviceEvent) -> None:
+    def after(self, event: int | Event) -> None:
         """Let everything enqueued from here on wait for an event of another stream."""
-        handle = event.ptr if isinstance(event, DeviceEvent) else event
-        with faults(self.name):
-            self.device.runtime.streamWaitEvent(self._stream.ptr, handle, 0)
+        self.device.make_current()
+        driver.wait_event(self._stream.ptr, event.ptr if isinstance(event, Event) else event)
 
-    def record(self) -> DeviceEvent:
+    def record(self) -> Event:
         """Mark what the stream has been given so far."""
-        with faults(self.name), self.device.handle:
-            event = DeviceEvent(self.device)
-            event.record(self._stream.ptr)
-        return event
+        self.device.make_current()
+        return Event(self._stream.ptr)
 
     def clear(self, address: int, nbytes: int) -> None:
         """Zero device memory, in order."""
-        with faults(self.name), self.device.handle:
-            self.device.runtime.memsetAsync(address, 0, nbytes, self._stream.ptr)
+        self.device.make_current()
+        driver.clear(address, nbytes, self._stream.ptr)
 
-    def copy(
-        self, runs: list[tuple[int, int, int]], after: DeviceEvent | None = None
-    ) -> DeviceEvent:
+    def copy(self, runs: Runs, after: Event | None = None) -> Event:
         """Copy runs of bytes, given as (target, source, bytes), beside the kernels.
 
         Host memory must be pinned. Returns the event after which all are done.
         """
-        runtime, stream = self.device.runtime, self._copies.ptr
-        with faults(self.name), self.device.handle:
-            if after is not None:
-                runtime.streamWaitEvent(stream, after.ptr, 0)
-            for target, source, nbytes in runs:
-                runtime.memcpyAsync(target, source, nbytes, _COPY_ANY_WAY, stream)
-            event = DeviceEvent(self.device)
-            event.record(stream)
-        return event
+        self.device.make_current()
+        if after is not None:
+            driver.wait_event(self._copies.ptr, after.ptr)
+        driver.copy(runs, self._copies.ptr)
+        return Event(self._copies.ptr)
 
-    async def reached(self, event: DeviceEvent) -> None:
+    async def reached(self, event: Event) -> None:
         """Wait for an event, however long it takes, even if the caller is cancelled.
 
         Raises:
             DeviceFault: what had been enqueued before it failed.
         """
-        over: asyncio.Future[None] = self._loop.create_future()
+        over: Submitted[None] = Submitted(loop=self._loop)
         self._awaited.put((event, over))
         await drained(over)
 
@@ -386,10 +376,10 @@ class DeviceStream:
             return self._scratch.pop()
         try:
             scratch: Bytes = await self._run(self._pin_scratch, max(nbytes, SCRATCH_NBYTES))
-            return scratch
         except BaseException:
             self.scratch_out -= 1
             raise
+        return scratch
 
     def give_scratch(self, scratch: Bytes) -> None:
         """Give pinned memory back. What is longer than usual is freed."""
@@ -455,11 +445,12 @@ class DeviceStream:
     def _watch(self) -> None:
         """Wait for one event after the other, without the GIL, and tell the loop."""
         self.device.runtime.setDevice(self.device.ordinal)
+        synchronize = self.device.runtime.eventSynchronize  # gives up the GIL, spins while it waits
         while (entry := self._awaited.get()) is not None:
             event, over = entry
             try:
                 with faults(self.name):
-                    event.synchronize()
+                    synchronize(event.ptr)
             except DeviceFault as error:
                 self._loop.call_soon_threadsafe(over.set_exception, error)
             else:

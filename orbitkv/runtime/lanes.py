@@ -13,28 +13,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def drained(submitted: asyncio.Future[T]) -> T:
-    """Wait until submitted work, I/O or DMA is over, even if the caller is cancelled.
+class Submitted(asyncio.Future[T]):
+    """The end of work, I/O or DMA that nobody can call back.
 
-    Until then the device may touch the buffer, so its lease must not be released.
+    It refuses to be cancelled, so that whoever waits for it, and is cancelled, hears of that only
+    when it is over. Until then the device may touch the buffer, and its lease must not be released.
     """
-    cancelled: asyncio.CancelledError | None = None
-    while not submitted.done():
-        # A future of our own takes the cancellation, so that what was submitted never does.
-        over: asyncio.Future[None] = submitted.get_loop().create_future()
-        submitted.add_done_callback(functools.partial(_end, over))
-        try:
-            await over
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
+
+    def cancel(self, msg: Any | None = None) -> bool:  # noqa: ANN401 - asyncio's signature
+        """Refuse."""
+        del msg
+        return False
+
+
+async def drained(submitted: Submitted[T]) -> T:
+    """Wait until submitted work, I/O or DMA is over, even if the caller is cancelled."""
+    try:
+        return await submitted
+    except asyncio.CancelledError as cancelled:
+        assert submitted.done()
         raise cancelled from submitted.exception()
-    return submitted.result()
-
-
-def _end(over: asyncio.Future[None], _: asyncio.Future[Any]) -> None:
-    if not over.done():
-        over.set_result(None)
 
 
 @runtime_checkable
@@ -59,7 +57,7 @@ class HostLane:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._work: queue.SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None]
+        self._work: queue.SimpleQueue[tuple[Submitted[Any], Callable[[], Any]] | None]
         self._work = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=f"orbitkv {name}", daemon=True)
@@ -73,7 +71,7 @@ class HostLane:
         """Run ``fn`` on the lane's thread. A cancelled caller still waits for its end."""
         if self._closed:
             raise RuntimeError(f"lane {self.name} is closed")
-        submitted: asyncio.Future[T] = self._loop.create_future()
+        submitted: Submitted[T] = Submitted(loop=self._loop)
         self._work.put((submitted, functools.partial(fn, *args, **kwargs)))
         return await drained(submitted)
 

@@ -10,6 +10,8 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import uvloop
+
 from orbitkv.config import Config
 from orbitkv.errors import Closed
 from orbitkv.runtime.core import (
@@ -94,16 +96,25 @@ class Manager:
         """Find the longest prefix that can be restored, and keep it from eviction."""
         return self._call(self.core.query(instance, tuple(hashes)))
 
-    def restore(self, lease: PrefixLease, destinations: Mapping[bytes, int]) -> Ticket:
+    def restore(
+        self,
+        lease: PrefixLease,
+        destinations: Mapping[bytes, int],
+        *,
+        ready: object | None = None,
+    ) -> Ticket:
         """Restore pages of a lease into an instance, given as {page hash: page index}.
 
         The lease is spent: pages that are not named may be evicted from now on.
+
+        Args:
+            ready: The engine's event, after which its pages may be written. None: now.
 
         Raises:
             DestinationError: a hash is not leased, or an index is out of range or comes twice;
                 no byte has moved, and the lease still stands.
         """
-        return self._call(self.core.restore(lease, dict(destinations)))
+        return self._call(self.core.restore(lease, dict(destinations), ready))
 
     def flush(self, *, evict_dram: bool = False) -> Flushed:
         """Wait until every object in DRAM is on SSD too, where there is one.
@@ -171,9 +182,15 @@ class Manager:
         """Like ``query``."""
         return await self._call_async(self.core.query(instance, tuple(hashes)))
 
-    async def restore_async(self, lease: PrefixLease, destinations: Mapping[bytes, int]) -> Ticket:
+    async def restore_async(
+        self,
+        lease: PrefixLease,
+        destinations: Mapping[bytes, int],
+        *,
+        ready: object | None = None,
+    ) -> Ticket:
         """Like ``restore``; the ticket can be awaited."""
-        return await self._call_async(self.core.restore(lease, dict(destinations)))
+        return await self._call_async(self.core.restore(lease, dict(destinations), ready))
 
     async def flush_async(self, *, evict_dram: bool = False) -> Flushed:
         """Like ``flush``."""
@@ -198,7 +215,8 @@ class Manager:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve())
         except BaseException as error:  # noqa: BLE001 - the constructor or close raises it
             if self._started.done():
                 self._fault = error

@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from orbitkv.runtime.lanes import drained
+from orbitkv.runtime.lanes import Submitted, drained
 from orbitkv.stages.base import Transfer
 
 P = ParamSpec("P")
@@ -103,7 +103,7 @@ class FifoLane:
         self._closing = False
         self._flush_is_due = False
         self._queued: deque[Batch] = deque()
-        self._at_rest: asyncio.Future[None] | None = None
+        self._at_rest: Submitted[None] | None = None
         self._submitted = self._completed = self._failed = self._peak_in_flight = 0
         self._read_nbytes = self._written_nbytes = 0
 
@@ -186,7 +186,7 @@ class FifoLane:
         try:
             if self._queued or self.in_flight:
                 if self._at_rest is None:
-                    self._at_rest = self._loop.create_future()
+                    self._at_rest = Submitted(loop=self._loop)
                 await drained(self._at_rest)
         finally:
             self._threads.shutdown(wait=False)  # at rest: they are idle
@@ -231,8 +231,9 @@ class FifoLane:
         except asyncio.CancelledError:
             self._withdraw(batch)
             if batch.unsettled:  # the future that was awaited is itself cancelled by now
-                batch.settled = self._loop.create_future()
-                await drained(batch.settled)
+                rest: Submitted[None] = Submitted(loop=self._loop)
+                batch.settled = rest
+                await drained(rest)
             raise
         return batch.outcomes
 

@@ -408,12 +408,17 @@ class Runtime:
 
     async def submit(self, batch: Batch) -> None:
         """Put work in at its entry, in turn. The batch is the runtime's from the call on."""
+        if not self.offer(batch):
+            await self._entries[type(batch)].send(batch)
+
+    def offer(self, batch: Batch) -> bool:
+        """Put work in, if that needs no waiting. True: the batch is the runtime's."""
         entry = self._entries.get(type(batch))
         if entry is None:
             kind = type(batch).__name__
             batch.abandon(Unavailable(f"pipeline {self.graph.name!r} takes no {kind} here"))
-        else:
-            await entry.send(batch)
+            return True
+        return entry.offer(batch) is not None
 
     async def close(self) -> None:
         """Take nothing new, let everything under way end, then close the lanes."""

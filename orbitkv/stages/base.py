@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    ClassVar,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    runtime_checkable,
+)
 
 import structlog
 
@@ -119,15 +128,13 @@ class StageContext:
         """The lane's stream on the GPU that holds the pages; None where a host works on them."""
         if tensors.device is None or tensors.bridged:
             return None
-        assert isinstance(self.lane, StreamLane)
-        return self.lane.on(tensors.device)
+        return cast("StreamLane", self.lane).on(tensors.device)
 
     def bridge_of(self, tensors: PagedTensors) -> Bridge | None:
         """What carries single segments between a host and the GPU; None where nothing has to."""
         if tensors.device is None or not tensors.bridged:
             return None
-        assert isinstance(self.lane, StreamLane)
-        return self.lane.on(tensors.device).bridge()
+        return cast("StreamLane", self.lane).on(tensors.device).bridge()
 
 
 class Stage(Protocol):

@@ -249,6 +249,7 @@ class RestoreBatch:
         workspace: Where the images lie on a GPU.
         images: Device address of each item's image in it.
         bridge: What a host brings segments to pages with that no GPU workspace can hold.
+        ready: The engine's event, before which its pages must not be written. None: now.
     """
 
     part: Part
@@ -262,6 +263,7 @@ class RestoreBatch:
     workspace: Workspace | None = None
     images: list[int] = field(default_factory=list)
     bridge: Bridge | None = None
+    ready: object | None = None
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -297,6 +299,7 @@ class RestoreBatch:
             self.workspace,
             self.images,
             self.bridge,
+            self.ready,
         )
 
     def reject(

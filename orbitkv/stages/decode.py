@@ -27,7 +27,7 @@ from orbitkv.segment import PagedTensors
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import DecodedBatch, ResidentBatch, UploadedBatch, ValidatedBatch
 from orbitkv.stages.dram import check_object, join_runs
-from orbitkv.stages.engine import place_object
+from orbitkv.stages.engine import follow, place_object
 
 
 class Upload:
@@ -98,6 +98,8 @@ class Decode:
 
     async def prepare(self, batch: ValidatedBatch, ctx: StageContext) -> Outputs:
         """Hand the batch over; from here on its pages are being written."""
+        stream = ctx.stream_of(batch.tensors)
+        await follow(batch.ready, ctx.lane, stream)
         decoded = batch.become(DecodedBatch)
         decoded.placed = True
         decoded.codecs = ctx.codecs(batch.tensors.geometry)
@@ -229,14 +231,13 @@ def _validate_on_device(batch: UploadedBatch, ctx: StageContext) -> None:
     if not batch.items:
         return
     items = [
-        Item(layout, destination.page_index, destination.slot_indices, image)
+        Item(layout, destination.page_index, image)
         for layout, (_, destination), image in zip(layouts, batch.items, batch.images, strict=True)
     ]
-    tasks = workspace.fill(batch.tensors.device_slots.data.ptr, items, batch.pages())
-    tasks.expect(np.concatenate(crcs))
-    with workspace.stream.launching() as kernels:
-        workspace.send_tasks(kernels)
-        kernels.crc32(tasks.span, 0, tasks.count, int(tasks.tasks["stored_nbytes"].max()))
+    tasks = workspace.fill(batch.tensors.device_slots.address, items, batch.pages())
+    tasks.expect(crcs)
+    workspace.send_tasks()
+    workspace.stream.kernels.crc32(tasks.span, 0, tasks.count, tasks.most_stored_nbytes)
 
 
 def _check_head(
@@ -275,7 +276,6 @@ def _check_head(
 
 def _decode_on_device(workspace: Workspace, tasks: Tasks) -> None:
     """Start the kernels that write the pages whose CRCs stand, and fetch what they found."""
-    with workspace.stream.launching() as kernels:
-        for launch in tasks.launches:
-            kernels.decode(tasks.span, launch)
+    for launch in tasks.launches:
+        workspace.stream.kernels.decode(tasks.span, launch)
     workspace.fetch_results()

@@ -150,15 +150,9 @@ def join_runs(pieces: Iterable[tuple[int, int, int]]) -> Runs:
 
 def _count(batch: SealedBatch, counters: Counter[str]) -> None:
     """Count what the codec made of the segments: bytes in and out, and each reason to stay raw."""
-    for entry in batch.objects:
-        if entry.rows is not None:
-            is_raw = entry.rows["format"] == Format.RAW
-            for reason, count in Counter(entry.rows["raw_reason"][is_raw].tolist()).items():
-                counters[f"raw_{RawReason(reason).name.lower()}"] += count
-            encoded = entry.rows[~is_raw]
-            counters["encoded_segments"] += len(encoded)
-            counters["encoded_original_nbytes"] += int(encoded["original_nbytes"].sum())
-            counters["encoded_stored_nbytes"] += int(encoded["stored_nbytes"].sum())
+    for layout in (entry.layout for entry in batch.objects if entry.layout):
+        for name, count in layout.counts:
+            counters[name] += count
     for segment in (segment for entry in batch.objects for segment in entry.segments):
         if segment.format == Format.RAW:
             counters[f"raw_{RawReason(segment.raw_reason).name.lower()}"] += 1

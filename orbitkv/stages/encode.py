@@ -246,22 +246,20 @@ def _enqueue_encode(batch: EncodedBatch) -> None:
     workspace = batch.workspace
     assert workspace
     items = [
-        Item(entry.layout, entry.page_index, entry.slots, image)
+        Item(entry.layout, entry.page_index, image)
         for entry, image in zip(batch.objects, workspace.images, strict=True)
         if entry.layout
     ]
     if not items:
         return
-    tasks = workspace.fill(batch.tensors.device_slots.data.ptr, items, ())
-    tasks.expect_zeros()
+    tasks = workspace.fill(batch.tensors.device_slots.address, items)
     workspace.running = True
-    with workspace.stream.launching() as kernels:
-        if any(item.layout.has_gaps for item in items):
-            nbytes = sum(item.layout.nbytes for item in items)
-            workspace.stream.clear(workspace.images[0], nbytes)
-        workspace.send_tasks(kernels)
-        for launch in tasks.launches:
-            kernels.encode(tasks.span, launch)
+    stream = workspace.stream
+    if any(item.layout.has_gaps for item in items):
+        stream.clear(workspace.images[0], sum(item.layout.nbytes for item in items))
+    workspace.send_tasks()
+    for launch in tasks.launches:
+        stream.kernels.encode(tasks.span, launch)
 
 
 async def _seal_on_device(batch: EncodedBatch) -> None:

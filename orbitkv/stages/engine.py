@@ -8,10 +8,11 @@ from typing import ClassVar
 import numpy as np
 
 from orbitkv.codecs.cuda.tasks import Tasks
+from orbitkv.codecs.cuda.workspace import DeviceStream
 from orbitkv.errors import CorruptObject, EngineFault, Undecodable
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Bytes, Segment
-from orbitkv.stages.base import Outputs, StageContext, StreamLane
+from orbitkv.stages.base import Lane, Outputs, StageContext, StreamLane
 from orbitkv.stages.batch import DecodedBatch, PageBatch, PublishBatch
 
 
@@ -30,16 +31,7 @@ class GatherPages:
 
     async def run(self, batch: PublishBatch, ctx: StageContext) -> Outputs:
         """Gather once what the engine queued before its event is over."""
-        stream = ctx.stream_of(batch.tensors)
-        handle = cuda_event_of(batch.ready)
-        if stream and handle is not None:
-            stream.after(handle)
-        elif batch.ready is not None:
-            assert isinstance(ctx.lane, StreamLane)
-            try:
-                await ctx.lane.reached(batch.ready)
-            except Exception as error:
-                raise EngineFault(f"the engine's event failed: {error!r}") from error
+        await follow(batch.ready, ctx.lane, ctx.stream_of(batch.tensors))
         groups = batch.tensors.geometry.groups
         objects = tuple((key, page_index, groups[key.group]) for key, page_index in batch.pages)
         return {"out": PageBatch(batch.part, batch.tensors, objects, batch.nbytes)}
@@ -69,10 +61,24 @@ class PlacePages:
         return {}
 
 
-def cuda_event_of(ready: object) -> int | None:
-    """The ``cudaEvent_t`` of torch's, CuPy's or our own event; None for other kinds."""
+async def follow(ready: object | None, lane: Lane, stream: DeviceStream | None) -> None:
+    """Let what a lane does next come after the engine's event.
+
+    Raises:
+        EngineFault: the event failed.
+    """
+    if ready is None:
+        return
+    # Of torch's, of CuPy's and of ours.
     handle = getattr(ready, "cuda_event", getattr(ready, "ptr", None))
-    return handle if isinstance(handle, int) else None
+    if stream and isinstance(handle, int):
+        stream.after(handle)
+        return
+    assert isinstance(lane, StreamLane)
+    try:
+        await lane.reached(ready)
+    except Exception as error:
+        raise EngineFault(f"the engine's event failed: {error!r}") from error
 
 
 def _faults_of(tasks: Tasks) -> dict[int, CorruptObject]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from transformers import (  # noqa: E402
 )
 
 from orbitkv import Config, Manager, Saved  # noqa: E402
-from orbitkv.cache.catalogue import Tier  # noqa: E402
+from orbitkv.cache.catalogue import Copy, Tier  # noqa: E402
 from orbitkv.config import MIB  # noqa: E402
+from orbitkv.engines.landing import SaveTicket  # noqa: E402
 from orbitkv.engines.transformers import OrbitKVCache, cache_keyword  # noqa: E402
-from orbitkv.errors import ConfigError, GeometryError, ImpossibleRequest  # noqa: E402
-from orbitkv.segment import StateKey  # noqa: E402
+from orbitkv.errors import Cancelled, ConfigError, GeometryError, ImpossibleRequest  # noqa: E402
+from orbitkv.segment import StateKey, hash_pages  # noqa: E402
+from orbitkv.stages.ticket import Failed, Outcome, Ticket  # noqa: E402
 
 PAGE = 32
 SHAPE = {
@@ -106,12 +109,19 @@ def kv(manager: Manager, model: LlamaForCausalLM) -> Iterator[OrbitKVCache]:
     assert manager.leaks() == []
 
 
-def corrupt(manager: Manager, kv: OrbitKVCache, tokens: torch.Tensor, page: int) -> None:
-    """Flip one bit in the middle of a saved page's object."""
-    page_hash = kv._home.hash_pages(tokens[0].tolist())[page]
-    key = StateKey(kv._home.namespace, page_hash, "attention")
+def in_dram(
+    manager: Manager, kv: OrbitKVCache, tokens: torch.Tensor, page: int, band: int = 0
+) -> Copy:
+    """Find a saved page's object."""
+    page_hash = hash_pages(kv.namespace, tokens[0].tolist(), PAGE)[page]
+    key = StateKey(kv._homes[band].namespace, page_hash, "attention")
     copy = manager.core.catalogue.find(key.digest, Tier.DRAM)
     assert copy is not None
+    return copy
+
+
+def corrupt(copy: Copy) -> None:
+    """Flip one bit in the middle."""
     assert copy.memory is not None
     copy.memory[copy.nbytes // 2] ^= 1
 
@@ -259,7 +269,7 @@ def test_a_corrupt_page_and_all_after_it_are_computed_again(
     tokens = make_tokens(4 * PAGE + 3)
     cold = prefill(model, tokens)
     kv.save(tokens, cold).result()
-    corrupt(manager, kv, tokens, page)
+    corrupt(in_dram(manager, kv, tokens, page))
     restoration = kv.restore(tokens)
     assert (restoration.pages_restored, restoration.pages_missed) == (page, 4 - page)
     assert restoration.sources[Tier.DRAM] == page
@@ -393,8 +403,12 @@ def test_a_model_with_another_kind_of_cache_is_refused(
     latent.config.kv_lora_rank = 8
     with pytest.raises(GeometryError, match="latent attention"):
         OrbitKVCache(manager, latent)
-    with pytest.raises(GeometryError, match="on meta; accepted in this release: cpu"):
+    with pytest.raises(GeometryError, match="on meta; accepted: the CPU, or one NVIDIA GPU"):
         OrbitKVCache(manager, make_model().to("meta"))
+    spread = make_model()
+    spread.model.layers[1].to("meta")
+    with pytest.raises(GeometryError, match="on cpu, meta; accepted: the CPU, or one NVIDIA GPU"):
+        OrbitKVCache(manager, spread)
     assert manager.leaks() == []
 
 
@@ -425,3 +439,210 @@ def test_a_manager_may_be_closed_first(model: LlamaForCausalLM) -> None:
         ticket = kv.save(tokens, prefill(model, tokens))
     assert ticket.done
     kv.close()
+
+
+# Bands: layers that are stored, and come back, one run after the other.
+
+
+@pytest.mark.parametrize("bands", [2, 3])
+def test_bands_come_back_as_the_same_tensors_and_tokens(
+    manager: Manager, model: LlamaForCausalLM, bands: int
+) -> None:
+    tokens = make_tokens(3 * PAGE + 5)
+    with OrbitKVCache(manager, model, bands=bands) as kv:
+        cold = prefill(model, tokens)
+        outcome = kv.save(tokens, cold).result()
+        assert isinstance(outcome, Saved)
+        assert (len(outcome.stored), outcome.resident, outcome.dropped) == (3, (), ())
+        restoration = kv.restore(tokens)
+        assert (restoration.pages_restored, restoration.pages_missed) == (3, 0)
+        assert restoration.sources == {Tier.DRAM: 3, Tier.SSD: 0}
+        assert_same_prefix(restoration.cache, cold, 3 * PAGE)
+        assert decode(model, tokens, restoration.cache) == decode(model, tokens)
+        again = kv.save(tokens, cold).result()
+        assert isinstance(again, Saved)
+        assert (again.stored, again.resident) == ((), outcome.stored)
+    assert manager.leaks() == []
+
+
+@pytest.mark.parametrize("bands", [0, 4])
+def test_more_bands_than_layers_are_refused(
+    manager: Manager, model: LlamaForCausalLM, bands: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"bands: {bands}; accepted: 1 to 3"):
+        OrbitKVCache(manager, model, bands=bands)
+    assert manager.leaks() == []
+
+
+def test_another_number_of_bands_finds_nothing(
+    manager: Manager, kv: OrbitKVCache, model: LlamaForCausalLM
+) -> None:
+    tokens = make_tokens(2 * PAGE + 1)
+    kv.save(tokens, prefill(model, tokens)).result()
+    with OrbitKVCache(manager, model, bands=3) as other:
+        assert other.restore(tokens).tokens == 0
+    assert manager.leaks() == []
+
+
+@pytest.mark.parametrize("band", [0, 1, 2])
+@pytest.mark.parametrize("page", [0, 2])
+def test_a_page_is_there_only_if_all_its_bands_are(
+    manager: Manager, model: LlamaForCausalLM, band: int, page: int
+) -> None:
+    tokens = make_tokens(4 * PAGE + 3)
+    with OrbitKVCache(manager, model, bands=3) as kv:
+        cold = prefill(model, tokens)
+        kv.save(tokens, cold).result()
+        corrupt(in_dram(manager, kv, tokens, page, band))
+        restoration = kv.restore(tokens)
+        assert (restoration.pages_restored, restoration.pages_missed) == (page, 4 - page)
+        assert restoration.sources[Tier.DRAM] == page
+        if page:
+            assert_same_prefix(restoration.cache, cold, page * PAGE)
+        assert decode(model, tokens, restoration.cache) == decode(model, tokens)
+        outcome = kv.save(tokens, restoration.cache).result()  # which the damaged one is not in
+        assert isinstance(outcome, Saved)
+        assert (len(outcome.stored), len(outcome.resident)) == (1, 3)
+        assert kv.restore(tokens).pages_restored == 4
+    assert manager.leaks() == []
+
+
+def test_where_bands_of_a_page_differ_the_slowest_tier_counts(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    config = Config(
+        pool_nbytes=4 * MIB,
+        lock_memory=False,
+        ssd_path=tmp_path / "kv",
+        ssd_capacity_nbytes=4 * MIB,
+    )
+    tokens = make_tokens(4 * PAGE + 1)
+    with Manager(config) as manager, OrbitKVCache(manager, model, bands=3) as kv:
+        cold = prefill(model, tokens)
+        kv.save(tokens, cold).result()
+        assert manager.flush().unwritten == 0
+        manager.core.catalogue.hide(in_dram(manager, kv, tokens, page=3, band=1))
+        restoration = kv.restore(tokens)
+        assert restoration.sources == {Tier.DRAM: 3, Tier.SSD: 1}
+        assert_same_prefix(restoration.cache, cold, 4 * PAGE)
+        assert manager.leaks() == []
+
+
+# Landings: where prefixes arrive again and again.
+
+
+@pytest.mark.parametrize("bands", [1, 3])
+def test_a_landing_is_filled_again_and_again(
+    manager: Manager, model: LlamaForCausalLM, bands: int
+) -> None:
+    one, two = make_tokens(3 * PAGE + 7, seed=10), make_tokens(2 * PAGE + 9, seed=11)
+    with OrbitKVCache(manager, model, bands=bands) as kv:
+        landing = kv.make_landing(3 * PAGE + 31)
+        assert landing.pages == 3
+        for tokens in (one, two):
+            kv.save(tokens, prefill(model, tokens)).result()
+        for tokens in (one, two, one):
+            restoration = kv.restore(tokens, landing)
+            keys = restoration.cache.layers[0].keys
+            assert keys.data_ptr() == landing.tensors[0].data_ptr()
+            assert_same_prefix(restoration.cache, prefill(model, tokens), restoration.tokens)
+            assert decode(model, tokens, restoration.cache) == decode(model, tokens)
+    assert manager.leaks() == []
+
+
+def test_a_landing_takes_as_many_pages_as_it_has_room_for(
+    manager: Manager, kv: OrbitKVCache, model: LlamaForCausalLM
+) -> None:
+    tokens = make_tokens(4 * PAGE + 1)
+    cold = prefill(model, tokens)
+    landing = kv.make_landing(2 * PAGE)
+    assert kv.restore(tokens, landing).tokens == 0
+    kv.save(tokens, cold).result()
+    restoration = kv.restore(tokens, landing)
+    assert (restoration.pages_restored, restoration.pages_missed) == (2, 2)
+    assert_same_prefix(restoration.cache, cold, 2 * PAGE)
+    with pytest.raises(ConfigError, match="landing for 31 tokens; accepted: 32 or more"):
+        kv.make_landing(PAGE - 1)
+    assert manager.leaks() == []
+
+
+def test_bands_can_be_waited_for_one_after_the_other(
+    manager: Manager, model: LlamaForCausalLM
+) -> None:
+    tokens = make_tokens(3 * PAGE + 5)
+    with OrbitKVCache(manager, model, bands=3) as kv:
+        cold = prefill(model, tokens)
+        kv.save(tokens, cold).result()
+        landing = kv.make_landing(3 * PAGE)
+        for tensor in landing.tensors:
+            tensor.fill_(float("nan"))
+        arrival = kv.begin(tokens, landing)
+        for band, first in enumerate(landing.first_layers):
+            assert first == band
+            assert arrival.wait(band) == 3
+            for index, layer in enumerate(cold.layers[: band + 1]):
+                assert torch.equal(landing.tensors[2 * index], layer.keys[:, :, : 3 * PAGE])
+                assert torch.equal(landing.tensors[2 * index + 1], layer.values[:, :, : 3 * PAGE])
+        assert arrival.wait(0) == arrival.wait_for_all() == 3
+    assert manager.leaks() == []
+
+
+def test_an_arrival_that_nobody_waits_for_is_over_before_the_next(
+    manager: Manager, model: LlamaForCausalLM
+) -> None:
+    one, two = make_tokens(3 * PAGE + 1, seed=10), make_tokens(3 * PAGE + 1, seed=11)
+    with OrbitKVCache(manager, model, bands=2) as kv:
+        for tokens in (one, two):
+            kv.save(tokens, prefill(model, tokens)).result()
+        landing = kv.make_landing(3 * PAGE)
+        for _ in range(20):
+            kv.begin(one, landing)
+            restoration = kv.restore(two, landing)
+        assert_same_prefix(restoration.cache, prefill(model, two), 3 * PAGE)
+        kv.begin(one, landing)
+    assert manager.leaks() == []
+
+
+def test_a_save_of_bands_is_waited_for_like_one(manager: Manager, model: LlamaForCausalLM) -> None:
+    tokens = make_tokens(2 * PAGE)
+    with OrbitKVCache(manager, model, bands=3) as kv:
+        ticket = kv.save(tokens, prefill(model, tokens))
+
+        async def wait() -> Outcome:
+            return await ticket
+
+        assert asyncio.run(wait()) == ticket.result(60.0)
+        assert ticket.done
+        short = kv.save(tokens[:, : PAGE - 1], prefill(model, tokens[:, : PAGE - 1]))
+        assert short.result() == Saved((), (), ())
+    assert manager.leaks() == []
+
+
+def test_what_is_missing_from_one_band_is_dropped() -> None:
+    def ended(*, stored: tuple[bytes, ...] = (), **rest: tuple[bytes, ...]) -> Ticket:
+        outcome = Saved(stored, rest.get("resident", ()), rest.get("dropped", ()))
+        ticket = Ticket(lambda done, not_done: outcome)
+        ticket.seal()
+        return ticket
+
+    save = SaveTicket(
+        [b"a", b"b", b"c", b"d"],
+        [
+            ended(resident=(b"a", b"b"), stored=(b"c",), dropped=(b"d",)),
+            ended(resident=(b"a", b"c"), stored=(b"d", b"b")),
+        ],
+    )
+    assert save.result() == Saved(stored=(b"b", b"c"), resident=(b"a",), dropped=(b"d",))
+
+
+def test_a_save_of_bands_that_is_late_or_fails_says_so() -> None:
+    late = Ticket(lambda done, not_done: Saved(done, (), not_done))
+    save = SaveTicket([b"a"], [late])
+    assert not save.done
+    with pytest.raises(TimeoutError):
+        save.result(0.01)
+    save.cancel()
+    late.seal()
+    outcome = save.result()
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.error, Cancelled)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from orbitkv.codecs.cuda.kernels import Kernels
+from orbitkv.codecs.cuda.kernels import Kernels, Launcher
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +19,6 @@ def cupy() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def launchers(cupy: ModuleType) -> Kernels:
-    """The kernels of the current device."""
-    return Kernels(cupy.cuda.Device().id)
+def launchers(cupy: ModuleType) -> Launcher:
+    """The kernels of the current device, on its default stream."""
+    return Kernels(cupy.cuda.Device().id).on(cupy.cuda.Stream.null.ptr)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from orbitkv.codecs import RawReason, SegmentCodec, SegmentSpec, open_codec
-from orbitkv.codecs.cuda.kernels import Kernels, Span, zeros_crc32
+from orbitkv.codecs.cuda.kernels import Launcher, Span, zeros_crc32
 from orbitkv.codecs.cuda.tasks import SLOT, TASK, Launch
 from orbitkv.segment import Role
 
@@ -176,7 +176,7 @@ def steps(part: Part, base: int) -> tuple[int, ...]:
 
 
 @pytest.fixture
-def device(cupy: ModuleType, launchers: Kernels) -> Device:
+def device(cupy: ModuleType, launchers: Launcher) -> Device:
     """Run a kernel, by the name of its launcher, on a batch; gives what it left behind."""
 
     def run(
@@ -202,10 +202,10 @@ def device(cupy: ModuleType, launchers: Kernels) -> Device:
 
 @pytest.fixture(params=[10**9, 1], ids=["short shares", "long shares"])
 def _shares(
-    request: pytest.FixtureRequest, launchers: Kernels, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, launchers: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Let warps have as few lines as there are, or as many, whatever the batch."""
-    monkeypatch.setattr(launchers, "_most_warps", request.param)
+    monkeypatch.setattr(launchers._kernels, "most_warps", request.param)
 
 
 any_shares = pytest.mark.usefixtures("_shares")
@@ -549,7 +549,7 @@ def test_the_bad_task_is_found_wherever_it_is_in_its_unit(
     ("kernel", "factor"), [(("raw",), 1), (("fp8", False), 2), (("fp8", True), 2)]
 )
 def test_a_launch_is_done_by_the_kernel_that_it_names(
-    cupy: ModuleType, launchers: Kernels, kernel: tuple[Any, ...], factor: int
+    cupy: ModuleType, launchers: Launcher, kernel: tuple[Any, ...], factor: int
 ) -> None:
     generator = np.random.default_rng(0)
     words = generator.choice(held("float16" if kernel[-1] is True else "bfloat16"), (3, 4096))
@@ -586,7 +586,7 @@ def test_a_launch_is_done_by_the_kernel_that_it_names(
 
 
 @pytest.mark.parametrize("words", [0, 1, 2, 255, 257, 5000, 100_000])
-def test_words_are_moved_and_no_others(cupy: ModuleType, launchers: Kernels, words: int) -> None:
+def test_words_are_moved_and_no_others(cupy: ModuleType, launchers: Launcher, words: int) -> None:
     source = np.random.default_rng(words).integers(0, 2**32, words + 2).astype(np.uint32)
     there, here = cupy.asarray(source), cupy.zeros(words + 2, np.uint32)
     launchers.move(here.data.ptr + 4, there.data.ptr + 4, 4 * words)
@@ -595,7 +595,7 @@ def test_words_are_moved_and_no_others(cupy: ModuleType, launchers: Kernels, wor
     assert (found[[0, -1]] == 0).all()
 
 
-def test_a_launch_of_an_unknown_kernel_is_refused(launchers: Kernels) -> None:
+def test_a_launch_of_an_unknown_kernel_is_refused(launchers: Launcher) -> None:
     launch = Launch(("zip",), 0, 1, 1)
     for start in (launchers.encode, launchers.decode):
         with pytest.raises(ValueError, match=r"\('zip',\)"):

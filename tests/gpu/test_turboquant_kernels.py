@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import pytest
 
 from orbitkv.codecs import SegmentSpec, tables
 from orbitkv.codecs.cuda import kernels
+from orbitkv.codecs.cuda.kernels import Launcher, Span, zeros_crc32
 from orbitkv.codecs.cuda.tasks import SLOT, TASK
 from orbitkv.codecs.host import TurboQuantSegments
 from orbitkv.errors import CorruptObject
@@ -30,9 +32,10 @@ HEAD_DIMS = (32, 64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 UNDECODABLE = 8
 GUARD_NBYTES = 256
+MANY_ELEMENTS = 2**21
 
 Array = npt.NDArray[Any]
-Device = Callable[..., tuple[Array, Array]]
+Device = Callable[..., "Seen"]
 
 every_variant = pytest.mark.parametrize(
     ("bits", "head_dim", "dtype"), list(itertools.product(BITS, HEAD_DIMS, DTYPES))
@@ -63,6 +66,14 @@ LAYOUTS = (
     {"gaps_nbytes": (0, 2, 6), "shift_nbytes": 2},
     {"gaps_nbytes": (1, 3, 1), "shift_nbytes": 1, "transposed": True},
 )
+
+
+class Seen(NamedTuple):
+    """What a kernel left behind."""
+
+    memory: Array
+    faults: Array
+    crcs: Array
 
 
 class Batch:
@@ -177,40 +188,38 @@ class Batch:
         return memory, faults
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    """Run a kernel on a batch; gives the memory and the faults that it leaves."""
-    cupy = pytest.importorskip("cupy", reason="no CuPy")
-    if not cupy.cuda.is_available():
-        pytest.skip("no NVIDIA GPU")
-    launchers = kernels.Kernels(cupy.cuda.Device().id)
+@pytest.fixture
+def device(cupy: ModuleType, launchers: Launcher, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Encode or decode tasks of a batch; gives what that left behind."""
 
-    @functools.cache
-    def signs(head_dim: int) -> Any:
-        return cupy.asarray(tables.rotation_signs(SEED, head_dim))
-
-    def run(direction: str, batch: Batch, first: int = 0, count: int | None = None) -> Any:
+    def run(
+        way: str,
+        batch: Batch,
+        first: int = 0,
+        count: int | None = None,
+        most_warps: int | None = None,
+    ) -> Seen:
         memory = cupy.asarray(batch.memory)
         slots, tasks = batch.slots.copy(), batch.tasks.copy()
-        slots["base"] += memory.data.ptr
-        tasks["payload"] += memory.data.ptr
+        slots["base"] += np.uint64(memory.data.ptr)
+        tasks["payload"] += np.uint64(memory.data.ptr)
+        presets = [zeros_crc32(int(nbytes)) for nbytes in tasks["stored_nbytes"]]
+        crcs = batch.crcs if way == "decode" else np.array(presets, np.uint32)
         arrays = [
             cupy.asarray(array.view(np.uint8))
-            for array in (slots, tasks, batch.crcs, batch.faults, batch.order)
+            for array in (slots, tasks, crcs, batch.faults, batch.order)
         ]
-        span = kernels.Span(*(array.data.ptr for array in arrays))
-        launch = getattr(launchers, f"{direction}_turboquant")
-        launch(
-            span,
-            first,
-            len(tasks) - first if count is None else count,
-            int(tasks["stored_nbytes"].max()),
-            bits=batch.bits,
-            head_dim=batch.head_dim,
-            is_half=batch.is_half,
-            signs=signs(batch.head_dim).data.ptr,
-        )
-        return cupy.asnumpy(memory), cupy.asnumpy(arrays[3]).view(np.uint32)
+        span = Span(*(array.data.ptr for array in arrays))
+        count = len(tasks) - first if count is None else count
+        chosen = tasks["stored_nbytes"][batch.order[first : first + count]]
+        kernel = ("turboquant", batch.bits, batch.head_dim, "k", batch.is_half, SEED)
+        launchers._kernels.load(kernel)
+        if most_warps is not None:
+            monkeypatch.setattr(launchers._kernels, "most_warps", most_warps)
+        launch = getattr(launchers, f"{way}_turboquant")
+        launch(span, first, count, int(chosen.max(initial=0)), kernel=kernel)
+        found = [cupy.asnumpy(arrays[index]).view(np.uint32) for index in (3, 2)]
+        return Seen(cupy.asnumpy(memory), *found)
 
     return run
 
@@ -245,7 +254,7 @@ def elements(vectors: int, head_dim: int, dtype: str, *, seed: int = 0) -> Array
 
 def everything(bits: int, head_dim: int, dtype: str) -> Batch:
     """Every role in every layout."""
-    parts = [Part(role=role, **layout) for role in Role for layout in LAYOUTS]  # type: ignore[arg-type]
+    parts = [Part(role=role, **layout) for role in Role for layout in LAYOUTS]
     batch = Batch(parts, bits, head_dim, dtype)
     accesses = {int(slot["access_nbytes"]) for slot in batch.slots}
     assert accesses == {16, 8, 4, 2, 1}
@@ -253,23 +262,25 @@ def everything(bits: int, head_dim: int, dtype: str) -> Batch:
     return batch
 
 
-def check_encoding(device: Device, batch: Batch) -> Array:
+def check_encoding(device: Device, batch: Batch, **how: int) -> Array:
     wanted, faults = batch.encoded()
-    seen, seen_faults = device("encode", batch)
+    seen = device("encode", batch, **how)
     for number in np.flatnonzero(faults):  # what a refused segment's payload holds is nobody's
-        batch.payload(number, wanted)[:] = batch.payload(number, seen)
-    assert (seen_faults == faults).all()
-    assert (seen == wanted).all()
+        batch.payload(number, wanted)[:] = batch.payload(number, seen.memory)
+    assert (seen.faults == faults).all()
+    assert (seen.memory == wanted).all()
+    payloads = [batch.payload(number, wanted) for number in range(len(batch.tasks))]
+    assert seen.crcs.tolist() == [zlib.crc32(payload) for payload in payloads]
     return faults
 
 
-def check_decoding(device: Device, batch: Batch) -> Array:
+def check_decoding(device: Device, batch: Batch, **how: int) -> Array:
     wanted, faults = batch.decoded()
-    seen, seen_faults = device("decode", batch)
+    seen = device("decode", batch, **how)
     for number in np.flatnonzero(faults):
-        batch.page(number, wanted)[:] = batch.page(number, seen)
-    assert (seen_faults == faults).all()
-    assert (seen == wanted).all()
+        batch.page(number, wanted)[:] = batch.page(number, seen.memory)
+    assert (seen.faults == faults).all()
+    assert (seen.memory == wanted).all()
     return faults
 
 
@@ -279,7 +290,7 @@ def set_payloads(batch: Batch) -> None:
     assert not faults.any()
     generator = np.random.default_rng(0)
     batch.fill_pages(
-        lambda _, vectors: generator.integers(0, 2**16, (vectors, batch.head_dim)).astype(np.uint16)
+        lambda _, vectors: generator.integers(0, 2**16, vectors * batch.head_dim, np.uint16)
     )
     for number in range(len(batch.tasks)):
         batch.payload(number, batch.memory)[:] = batch.payload(number, wanted)
@@ -336,7 +347,17 @@ def test_many_ordinary_vectors_are_encoded_and_decoded_alike(
     check_decoding(device, batch)
 
 
-MANY_ELEMENTS = 2**21
+@pytest.mark.parametrize("most_warps", [1, 10**9])
+@pytest.mark.parametrize(("bits", "head_dim"), [(4, 128), (3, 256)])
+def test_a_warp_takes_one_step_or_many(
+    device: Device, bits: int, head_dim: int, most_warps: int
+) -> None:
+    parts = [Part(role, outer=61, inner=3) for role in Role]
+    batch = Batch(parts, bits, head_dim, "bfloat16")
+    batch.fill_pages(lambda _, vectors: elements(vectors, head_dim, "bfloat16"))
+    check_encoding(device, batch, most_warps=most_warps)
+    set_payloads(batch)
+    check_decoding(device, batch, most_warps=most_warps)
 
 
 @every_variant
@@ -408,28 +429,28 @@ def test_a_unit_with_a_fault_that_is_known_already_is_not_touched(
     batch.faults[5] = UNDECODABLE
     for number in (0, *range(3, 140)):
         batch.page(number, wanted)[:] = batch.page(number, batch.memory)
-    seen, faults = device("decode", batch)
-    assert (seen == wanted).all()
-    assert (faults == batch.faults).all()
+    seen = device("decode", batch)
+    assert (seen.memory == wanted).all()
+    assert (seen.faults == batch.faults).all()
 
 
-@pytest.mark.parametrize("direction", ["encode", "decode"])
+@pytest.mark.parametrize("way", ["encode", "decode"])
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (1, 2), (3, 33), (0, 256), (255, 1), (7, 0)])
 def test_a_launch_works_on_its_part_of_the_order(
-    device: Device, direction: str, first: int, count: int
+    device: Device, way: str, first: int, count: int
 ) -> None:
     batch = Batch([Part(Role.K, 1, 1, 128), Part(Role.V, 3, 3, 128)], 4, 64, "float16")
     batch.fill_pages(lambda number, vectors: elements(vectors, 64, "float16", seed=number))
-    if direction == "decode":
+    if way == "decode":
         set_payloads(batch)
-    whole, _ = batch.encoded() if direction == "encode" else batch.decoded()
+    whole, _ = batch.encoded() if way == "encode" else batch.decoded()
     wanted = batch.memory.copy()
-    part = batch.payload if direction == "encode" else batch.page
+    part = batch.payload if way == "encode" else batch.page
     for number in batch.order[first : first + count]:
         part(number, wanted)[:] = part(number, whole)
-    seen, faults = device(direction, batch, first, count)
-    assert (seen == wanted).all()
-    assert not faults.any()
+    seen = device(way, batch, first, count)
+    assert (seen.memory == wanted).all()
+    assert not seen.faults.any()
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -438,10 +459,10 @@ def test_a_payload_of_another_length_is_neither_written_nor_decoded(
 ) -> None:
     batch = Batch([Part(role)], 4, 64, "float16")
     batch.tasks["stored_nbytes"] += np.array([1, -1], np.int64).astype(np.uint32)
-    for direction, fault in (("encode", 0), ("decode", UNDECODABLE)):
-        seen, faults = device(direction, batch)
-        assert (seen == batch.memory).all()
-        assert (faults == fault).all()
+    for way, fault in (("encode", 0), ("decode", UNDECODABLE)):
+        seen = device(way, batch)
+        assert (seen.memory == batch.memory).all()
+        assert (seen.faults == fault).all()
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from orbitkv.runtime.lanes import HostLane, drained
+from orbitkv.runtime.lanes import HostLane, Submitted, drained
 from tests.builders import WAIT_S, Gate
 
 
@@ -103,7 +103,7 @@ def test_cancelled_caller_waits_for_the_end_of_submitted_work() -> None:
 def test_drained_gives_results_and_errors_and_a_cancellation_only_afterwards() -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        good, bad, late = (loop.create_future() for _ in range(3))
+        good, bad, late = (Submitted(loop=loop) for _ in range(3))
         good.set_result(7)
         assert await drained(good) == 7
         bad.set_exception(OSError("EIO"))

@@ -195,7 +195,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class EncodePlan:
-    """A batch to be encoded.
+    """A batch to be encoded. It names no address, so it serves any batch of the same shape.
 
     Attributes:
         descriptors_nbytes: Bytes that ``fill`` writes, and that go up with the batch.
@@ -247,7 +247,7 @@ class EncodePlan:
 
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
-    """A batch to be decoded.
+    """A batch to be decoded. It names no address, so it serves any batch of the same shape.
 
     Attributes:
         descriptors_nbytes: Bytes that ``fill`` writes, and that go up with the batch.
@@ -397,7 +397,7 @@ class AnsDevice:
         """Encode a batch into whole objects, all but their headers and tables.
 
         Args:
-            descriptors: Of what ``plan.fill`` wrote.
+            descriptors: Of what ``plan.fill`` wrote: a multiple of 16.
             tasks: Of ``TASK``[tasks]: receives each one's payload and stored_nbytes.
             crcs: Of uint32[tasks]: receives the CRC of as many zero bytes, to which the CRC kernel
                 adds the payload's.

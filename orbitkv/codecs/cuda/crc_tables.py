@@ -70,14 +70,14 @@ def matrices(first: int, step: int, count: int) -> Table:
 def maps() -> Table:
     """Multiplications by x^(32 * 2^k) by look-up: uint32[MAPS, FIELDS, 32].
 
-    Entry i of field f is the image of i << (5f - 3), for f = 0 that of i for i < 4, and else 0.
+    Entry i of field f is the image of i << (5f - 3), for f = 0 that of i % 4.
     """
     tables = np.zeros((MAPS, FIELDS, 32), np.uint32)
     for index in range(MAPS):
         (images,) = matrices(power(32 << index), ONE, 1)
         for field in range(FIELDS):
             shift, bits = (5 * field - 3, 5) if field else (0, 2)
-            for entry in range(1 << bits):
+            for entry in range(32):
                 chosen = [images[shift + bit] for bit in range(bits) if entry >> bit & 1]
                 tables[index, field, entry] = np.bitwise_xor.reduce(chosen or [0])
     return tables

@@ -7,8 +7,8 @@
 // A piece of a segment is 8 words, and becomes 8 bytes of the payload.
 constexpr unsigned PIECE_CODES = 8;
 
-// A line of the payload is 64 pieces here: each lane has one of its first half and one of its second,
-// so that lanes read and write neighbouring bytes.
+// A line of the payload is 64 pieces here: each lane has one of its first half and one of its
+// second, so that lanes read and write neighbouring bytes.
 using EncodeShare = Share<PIECE_CODES, 2 * WARP>;
 #if __CUDA_ARCH__ >= 890
 constexpr unsigned ENCODE_BATCH_LINES = 4; // with eight loads of a lane under way
@@ -20,7 +20,15 @@ constexpr unsigned ENCODE_BATCH_LINES = 2; // registers are needed for convertin
 constexpr unsigned DECODE_BATCH_LINES = 8;
 using DecodeShare = Share<PIECE_CODES, WARP>;
 
-template <bool IS_HALF> __device__ __forceinline__ uint2 encoded(uint4 words, unsigned &most) {
+// Address of a payload's piece first + 32 * index. Only then to be used when there is such a piece.
+__device__ __forceinline__ unsigned long long codes_at(unsigned long long payload, int first,
+                                                       unsigned index) {
+    return payload + (long long)first * PIECE_CODES +
+           index * (unsigned long long)(WARP * PIECE_CODES);
+}
+
+template <bool IS_HALF>
+__device__ __forceinline__ uint2 encoded(uint4 words, unsigned& most) {
     most = most_of<IS_HALF>(most, words.x);
     most = most_of<IS_HALF>(most, words.y);
     most = most_of<IS_HALF>(most, words.z);
@@ -29,9 +37,8 @@ template <bool IS_HALF> __device__ __forceinline__ uint2 encoded(uint4 words, un
 }
 
 template <bool IS_HALF, Reach REACH>
-__device__ __forceinline__ void encode_lines(const EncodeShare &share,
-                                             const Place &place, const CrcMaps &maps, CrcSums &sums,
-                                             unsigned &most) {
+__device__ __forceinline__ void encode_lines(const EncodeShare& share, const Place& place,
+                                             const CrcMaps& maps, CrcSums& sums, unsigned& most) {
     constexpr unsigned LINES = REACH == NARROW ? 1 : ENCODE_BATCH_LINES;
 #pragma unroll 1
     for (int first = share.first; first < share.end; first += 2 * LINES * WARP) {
@@ -43,9 +50,8 @@ __device__ __forceinline__ void encode_lines(const EncodeShare &share,
                                     encoded<IS_HALF>(pieces[i + 1], most)};
 #pragma unroll
             for (unsigned half = 0; half < 2; ++half) {
-                const int piece = first + int((i + half) * WARP);
-                if (piece >= 0) {
-                    store_8(share.task.payload + PIECE_CODES * unsigned(piece), codes[half]);
+                if (first + int((i + half) * WARP) >= 0) {
+                    store_8(codes_at(share.task.payload, first, i + half), codes[half]);
                 }
             }
             sums.add(maps, make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y));
@@ -54,7 +60,8 @@ __device__ __forceinline__ void encode_lines(const EncodeShare &share,
 }
 
 // Encodes segments, adds to the CRCs of their payloads, and tells what E4M3FN cannot hold.
-template <bool IS_HALF> __device__ __forceinline__ void encode_segments(const Launch &launch) {
+template <bool IS_HALF>
+__device__ __forceinline__ void encode_segments(const Launch& launch) {
     __shared__ CrcMaps maps;
     const EncodeShare share(launch, ENCODE_BATCH_LINES);
     Place place = {};
@@ -78,7 +85,8 @@ template <bool IS_HALF> __device__ __forceinline__ void encode_segments(const La
     const unsigned lane = threadIdx.x % WARP;
     if (lane < share.own_tail_nbytes()) {
         const unsigned element = PIECE_CODES * share.pieces() + lane;
-        const unsigned word = load_1(place.at(2 * element)) | load_1(place.at(2 * element + 1)) << 8;
+        const unsigned word = load_1(place.at(2 * element)) | load_1(place.at(2 * element + 1))
+                                                                  << 8;
         most = most_of<IS_HALF>(most, word);
         code = code_of<IS_HALF>(word) & 0xff;
         store_1(share.task.payload + element, code);
@@ -88,8 +96,9 @@ template <bool IS_HALF> __device__ __forceinline__ void encode_segments(const La
     if (fault && lane == 0) {
         atomicOr(&launch.faults[share.number], fault);
     }
-    add_to_crc(&launch.crcs[share.number], launch.crc_tables, sum_of_split_lines(maps, sums),
-               share.shares_after * launch.lines, sum_of_tail(code, share.own_tail_nbytes()), share.tail_nbytes());
+    add_to_crc(&launch.crcs[share.number], launch.crc_tables, sum_of_split_lines(maps, sums.words),
+               share.lines_after(), sum_of_tail(code, share.own_tail_nbytes()),
+               share.tail_nbytes());
 }
 
 // The quiet NaN in place of what words_of makes of a NaN code.
@@ -104,7 +113,8 @@ __device__ __forceinline__ unsigned with_nans(unsigned words, unsigned codes) {
     return words;
 }
 
-template <bool IS_HALF> __device__ __forceinline__ uint4 decoded(uint2 codes) {
+template <bool IS_HALF>
+__device__ __forceinline__ uint4 decoded(uint2 codes) {
     // A code in the upper byte of each half.
     const unsigned pairs[4] = {__byte_perm(codes.x, 0, 0x1404), __byte_perm(codes.x, 0, 0x3424),
                                __byte_perm(codes.y, 0, 0x1404), __byte_perm(codes.y, 0, 0x3424)};
@@ -113,7 +123,8 @@ template <bool IS_HALF> __device__ __forceinline__ uint4 decoded(uint2 codes) {
     for (unsigned i = 0; i < 4; ++i) {
         words[i] = words_of<IS_HALF>(pairs[i]);
     }
-    if ((((codes.x & 0x7f7f7f7f) + 0x01010101) | ((codes.y & 0x7f7f7f7f) + 0x01010101)) & 0x80808080) {
+    if ((((codes.x & 0x7f7f7f7f) + 0x01010101) | ((codes.y & 0x7f7f7f7f) + 0x01010101)) &
+        0x80808080) {
 #pragma unroll
         for (unsigned i = 0; i < 4; ++i) {
             words[i] = with_nans<IS_HALF>(words[i], pairs[i]);
@@ -123,57 +134,65 @@ template <bool IS_HALF> __device__ __forceinline__ uint4 decoded(uint2 codes) {
 }
 
 template <unsigned COUNT>
-__device__ __forceinline__ void load_codes(unsigned long long payload, int first, uint2 (&found)[COUNT]) {
+__device__ __forceinline__ void load_codes(unsigned long long payload, int first,
+                                           uint2 (&found)[COUNT]) {
 #pragma unroll
     for (unsigned i = 0; i < COUNT; ++i) {
-        // Piece 0 stands in for what is not there, and is not stored.
-        found[i] = load_8(payload + PIECE_CODES * unsigned(max(first + int(i * WARP), 0)));
+        found[i] = make_uint2(0, 0);
+        if (first + int(i * WARP) >= 0) {
+            found[i] = load_8(codes_at(payload, first, i));
+        }
     }
 }
 
+// Decodes the first batch, which has been loaded, and then the others.
 template <bool IS_HALF, Reach REACH>
-__device__ __forceinline__ bool decode_lines(const Launch &launch, const DecodeShare &share,
-                                             const Place &place) {
-    constexpr unsigned LINES = REACH == NARROW ? 1 : DECODE_BATCH_LINES;
+__device__ __forceinline__ void decode_lines(const DecodeShare& share, const Place& place,
+                                             uint2 (&codes)[DECODE_BATCH_LINES]) {
     int first = share.first;
-    uint2 codes[LINES];
-    if (first < share.end) {
-        load_codes(share.task.payload, first, codes);
-    }
-    // After the first loads, so that both are waited for at once.
-    if (!unit_is_good(launch, share.task)) {
-        return false;
-    }
 #pragma unroll 1
     while (first < share.end) {
 #pragma unroll
-        for (unsigned i = 0; i < LINES; ++i) {
-            const int piece = first + int(i * WARP);
-            const uint4 words = decoded<IS_HALF>(codes[i]);
-            if (piece >= 0) {
-                store_piece<REACH>(place, unsigned(piece), words);
-            }
+        for (unsigned i = 0; i < DECODE_BATCH_LINES; ++i) {
+            store_piece<REACH>(place, first, i, decoded<IS_HALF>(codes[i]));
         }
-        first += LINES * WARP;
+        first += DECODE_BATCH_LINES * WARP;
         if (first < share.end) {
             load_codes(share.task.payload, first, codes);
         }
     }
-    return true;
 }
 
 // Decodes payloads into segments, in units without a fault.
-template <bool IS_HALF> __device__ __forceinline__ void decode_segments(const Launch &launch) {
+template <bool IS_HALF>
+__device__ __forceinline__ void decode_segments(const Launch& launch) {
     const DecodeShare share(launch, DECODE_BATCH_LINES);
     if (!share.any) {
         return;
     }
-    const Place place = place_of(launch.slots[share.task.slot], share.task.page);
-    const bool good = place.reach == RUN    ? decode_lines<IS_HALF, RUN>(launch, share, place)
-                      : place.reach == ROWS ? decode_lines<IS_HALF, ROWS>(launch, share, place)
-                                            : decode_lines<IS_HALF, NARROW>(launch, share, place);
+    uint2 codes[DECODE_BATCH_LINES];
+    if (share.first < share.end) {
+        load_codes(share.task.payload, share.first, codes);
+    }
+    // After the first loads, so that all are waited for at once.
+    const Slot slot = launch.slots[share.task.slot];
+    if (!unit_is_good(launch, share.task)) {
+        return;
+    }
+    const Place place = place_of(slot, share.task.page);
+    if (place.reach == RUN) {
+        decode_lines<IS_HALF, RUN>(share, place, codes);
+    } else if (place.reach == ROWS) {
+        decode_lines<IS_HALF, ROWS>(share, place, codes);
+    } else {
+        for (int piece = share.first; piece < share.end; piece += WARP) {
+            uint2 one[1];
+            load_codes(share.task.payload, piece, one);
+            store_piece<NARROW>(place, piece, 0, decoded<IS_HALF>(one[0]));
+        }
+    }
     const unsigned lane = threadIdx.x % WARP;
-    if (good && lane < share.own_tail_nbytes()) {
+    if (lane < share.own_tail_nbytes()) {
         const unsigned element = PIECE_CODES * share.pieces() + lane;
         const unsigned code = load_1(share.task.payload + element) << 8;
         const unsigned word = with_nans<IS_HALF>(words_of<IS_HALF>(code), code);

@@ -5,7 +5,8 @@
 #pragma once
 #include "common.cuh"
 
-template <bool IS_HALF> struct Fp8 {
+template <bool IS_HALF>
+struct Fp8 {
     static constexpr unsigned MOST = IS_HALF ? 0x5f00 : 0x43e0; // 448
     static constexpr unsigned INFINITE = IS_HALF ? 0x7c00 : 0x7f80;
     static constexpr unsigned QUIET_NAN = IS_HALF ? 0x7e00 : 0x7fc0;
@@ -14,7 +15,8 @@ template <bool IS_HALF> struct Fp8 {
 };
 
 // The code of one word, in integer arithmetic.
-template <bool IS_HALF> __device__ __forceinline__ unsigned code_of(unsigned word) {
+template <bool IS_HALF>
+__device__ __forceinline__ unsigned code_of(unsigned word) {
     using F = Fp8<IS_HALF>;
     constexpr unsigned ONE = 1u << F::MANTISSA_BITS; // the significand's first bit
     const unsigned magnitude = word & 0x7fff;
@@ -29,7 +31,8 @@ template <bool IS_HALF> __device__ __forceinline__ unsigned code_of(unsigned wor
 }
 
 // The codes of four words.
-template <bool IS_HALF> __device__ __forceinline__ unsigned codes_of(unsigned first, unsigned second) {
+template <bool IS_HALF>
+__device__ __forceinline__ unsigned codes_of(unsigned first, unsigned second) {
     unsigned codes;
 #if __CUDA_ARCH__ >= 890
     if (IS_HALF) {
@@ -45,7 +48,8 @@ template <bool IS_HALF> __device__ __forceinline__ unsigned codes_of(unsigned fi
             "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n\t"
             "mov.b32 %0, {low, high};\n\t}"
             : "=r"(codes)
-            : "r"(first << 16), "r"(first & 0xffff0000), "r"(second << 16), "r"(second & 0xffff0000));
+            : "r"(first << 16), "r"(first & 0xffff0000), "r"(second << 16),
+              "r"(second & 0xffff0000));
     }
 #else
     codes = code_of<IS_HALF>(first & 0xffff) | code_of<IS_HALF>(first >> 16) << 8 |
@@ -55,7 +59,8 @@ template <bool IS_HALF> __device__ __forceinline__ unsigned codes_of(unsigned fi
 }
 
 // The larger magnitude of each of two pairs of words, a NaN being larger than all.
-template <bool IS_HALF> __device__ __forceinline__ unsigned most_of(unsigned most, unsigned words) {
+template <bool IS_HALF>
+__device__ __forceinline__ unsigned most_of(unsigned most, unsigned words) {
     if (IS_HALF) {
         asm("{\n\t.reg .b32 magnitudes;\n\tabs.f16x2 magnitudes, %1;\n\t"
             "max.NaN.f16x2 %0, %0, magnitudes;\n\t}"
@@ -71,13 +76,15 @@ template <bool IS_HALF> __device__ __forceinline__ unsigned most_of(unsigned mos
 }
 
 // The fault of a segment that holds this magnitude, or zero.
-template <bool IS_HALF> __device__ __forceinline__ unsigned fault_of(unsigned magnitude) {
+template <bool IS_HALF>
+__device__ __forceinline__ unsigned fault_of(unsigned magnitude) {
     using F = Fp8<IS_HALF>;
     return magnitude >= F::INFINITE ? NONFINITE : magnitude > F::MOST ? OUT_OF_RANGE : 0;
 }
 
 // Two words times 2^REBIAS: exact, also from a subnormal word.
-template <bool IS_HALF> __device__ __forceinline__ unsigned rebiased(unsigned words) {
+template <bool IS_HALF>
+__device__ __forceinline__ unsigned rebiased(unsigned words) {
     unsigned product;
     if (IS_HALF) {
         asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(words), "r"(0x5c005c00));
@@ -94,7 +101,8 @@ template <bool IS_HALF> __device__ __forceinline__ unsigned rebiased(unsigned wo
 }
 
 // Two words, of the codes in the upper bytes of each half. A NaN code becomes 480.
-template <bool IS_HALF> __device__ __forceinline__ unsigned words_of(unsigned codes) {
+template <bool IS_HALF>
+__device__ __forceinline__ unsigned words_of(unsigned codes) {
     // As if the code's exponent and mantissa were the word's: too small by 2^REBIAS.
     const unsigned magnitudes = (codes & 0x7f007f00) >> (11 - Fp8<IS_HALF>::MANTISSA_BITS);
     return rebiased<IS_HALF>(magnitudes) | (codes & 0x80008000);

@@ -1,18 +1,17 @@
-"""Launches the kernels, each on CuPy's current stream. Nothing here waits for the device."""
+"""Compiles the kernels of a device, and starts them. Nothing here waits for the device."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from orbitkv.codecs.cuda import crc_tables
+from orbitkv.codecs import tables
+from orbitkv.codecs.cuda import crc_tables, driver
 from orbitkv.codecs.cuda.crc_tables import LINE_NBYTES, zeros_crc32
-from orbitkv.codecs.cuda.tasks import Launch, Span
+from orbitkv.codecs.cuda.tasks import Kernel, Launch, Span
 
-__all__ = ["OPTIONS", "Kernels", "Span", "source", "zeros_crc32"]
+__all__ = ["OPTIONS", "Kernels", "Launcher", "Span", "source", "zeros_crc32"]
 
 OPTIONS = ("--std=c++17", "--fmad=false")  # each operation rounds by itself, as docs/codecs.md says
 
@@ -23,7 +22,16 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 _BLOCK_WARPS = 8
 _SM_BLOCKS = 4
 
-_BLOCK = (32 * _BLOCK_WARPS,)
+_BLOCK_THREADS = 32 * _BLOCK_WARPS
+_SHARED = "QQQIIIQQQI"  # what every kernel over tasks takes
+_FP8 = {
+    (way, is_half): f"{way}_fp8_{'f16' if is_half else 'bf16'}"
+    for way in ("encode", "decode")
+    for is_half in (False, True)
+}
+_TURBOQUANT_WARPS = 4  # of a block, as in turboquant.cu
+_STEP_ELEMENTS = 1024  # that one of its warps works on at once
+_MOST_STEPS = 8
 _FEWEST_LINES, _MOST_LINES = 8, 32  # of a warp: all its loads at once, or less to do around them
 _MOVE_BLOCKS = 8
 
@@ -49,14 +57,20 @@ def source(name: str) -> str:
     return inlined(name)
 
 
+class TurboQuant(NamedTuple):
+    """Kernels for one kind of segments, and the rotation's signs on the device."""
+
+    encode: driver.Kernel
+    decode: driver.Kernel
+    signs: int
+    step_nbytes: int
+    held: Any
+
+
 class Kernels:
-    """The kernels of one device, which must be the current one here and at every launch.
+    """The kernels of one device, compiled. The device must be the current one here and at launches.
 
-    A launch covers ``count`` tasks of a span, from ``span.order[first]`` on; none of them stores
-    more than ``most_stored_nbytes``.
-
-    CRCs are preset: on a save to ``zeros_crc32`` of the bytes stored, on a restore to that XOR the
-    one that is expected. Kernels make of it the payload's, or zero where that was expected.
+    ``load`` compiles, and so may take seconds; a ``Launcher`` only starts what has been loaded.
     """
 
     def __init__(self, device: int) -> None:
@@ -65,32 +79,83 @@ class Kernels:
         self._cupy = cupy
         # Blocking, as launches may come on any stream.
         self._crc_tables = cupy.asarray(crc_tables.device_tables(), blocking=True)
-        self._crc_tables_at = np.uint64(self._crc_tables.data.ptr)
+        self.crc_tables = int(self._crc_tables.data.ptr)
         attributes = cupy.cuda.Device(device).attributes
-        self._most_warps = _BLOCK_WARPS * _SM_BLOCKS * int(attributes["MultiProcessorCount"])
-        segments, fp8, crc32, move = (
-            self._module(name) for name in ("segments.cu", "fp8.cu", "crc32.cu", "move.cu")
+        self.most_warps = _BLOCK_WARPS * _SM_BLOCKS * int(attributes["MultiProcessorCount"])
+        self._modules: dict[tuple[str, ...], Any] = {}
+        self.named = {
+            name: self._kernel(file, name, arguments)
+            for file, names, arguments in (
+                ("segments.cu", ("gather_raw", "gather", "scatter_raw"), _SHARED),
+                ("fp8.cu", tuple(_FP8.values()), _SHARED),
+                ("crc32.cu", ("crc32",), _SHARED),
+                ("move.cu", ("move_words",), "QQI"),
+            )
+            for name in names
+        }
+        self.turboquant: dict[Kernel, TurboQuant] = {}
+
+    def on(self, stream: int) -> Launcher:
+        """Start kernels on a ``cudaStream_t``."""
+        return Launcher(self, stream)
+
+    def load(self, kernel: Kernel) -> None:
+        """Make ready for tasks that need this kernel."""
+        if kernel[0] == "turboquant" and kernel not in self.turboquant:
+            self.turboquant[kernel] = self._load_turboquant(kernel)
+
+    def _load_turboquant(self, kernel: Kernel) -> TurboQuant:
+        _, bits, head_dim, *_, is_half, seed = kernel  # K and V alike
+        macros = (f"-DBITS={bits}", f"-DHEAD_DIM={head_dim}")
+        encode, decode = (
+            self._kernel(
+                "turboquant.cu",
+                f"{way}_turboquant_{'f16' if is_half else 'bf16'}",
+                f"{_SHARED}Q",
+                *macros,
+            )
+            for way in ("encode", "decode")
         )
-        self._gather_raw = segments.get_function("gather_raw").kernel
-        self._gather = segments.get_function("gather").kernel
-        self._scatter_raw = segments.get_function("scatter_raw").kernel
-        self._encode_fp8 = [
-            fp8.get_function(f"encode_fp8_{dtype}").kernel for dtype in ("bf16", "f16")
-        ]
-        self._decode_fp8 = [
-            fp8.get_function(f"decode_fp8_{dtype}").kernel for dtype in ("bf16", "f16")
-        ]
-        self._crc32 = crc32.get_function("crc32").kernel
-        self._move_words = move.get_function("move_words").kernel
+        signs = self._cupy.asarray(tables.rotation_signs(seed, head_dim), blocking=True)
+        # A step is 1024 elements, in rows that take their codes and two bytes or more.
+        step_nbytes = _STEP_ELEMENTS * bits // 8 + 2 * _STEP_ELEMENTS // head_dim
+        return TurboQuant(encode, decode, int(signs.data.ptr), step_nbytes, signs)
+
+    def _kernel(self, file: str, name: str, arguments: str, *macros: str) -> driver.Kernel:
+        key = (file, *macros)
+        if key not in self._modules:
+            self._modules[key] = self._cupy.RawModule(
+                code=source(file), options=(*OPTIONS, *macros)
+            )
+        function = self._modules[key].get_function(name).kernel
+        return driver.Kernel(name, int(function.ptr), arguments)
+
+
+class Launcher:
+    """Starts kernels on one stream.
+
+    A launch covers ``count`` tasks of a span, from ``span.order[first]`` on; none of them stores
+    more than ``most_stored_nbytes``.
+
+    CRCs are preset: on a save to ``zeros_crc32`` of the bytes stored, on a restore to that XOR the
+    one that is expected. Kernels make of it the payload's, or zero where that was expected.
+    """
+
+    def __init__(self, kernels: Kernels, stream: int) -> None:
+        self._kernels = kernels
+        self._stream = stream
+        self._named = kernels.named
 
     def encode(self, span: Span, launch: Launch) -> None:
-        """Encode the tasks of one launch, whatever it needs, and add to their CRCs."""
+        """Encode the tasks of one launch, whatever it needs, and make their CRCs."""
         name, *parameters = launch.kernel
         where = (span, launch.first, launch.count, launch.most_stored_nbytes)
         if name == "raw":
             self.gather_raw(*where)
         elif name == "fp8":
             self.encode_fp8(*where, is_half=parameters[0])
+        elif name == "turboquant":
+            self.encode_turboquant(*where, kernel=launch.kernel)
         else:
             raise ValueError(f"kernel {launch.kernel}")
 
@@ -102,41 +167,55 @@ class Kernels:
             self.scatter_raw(*where)
         elif name == "fp8":
             self.decode_fp8(*where, is_half=parameters[0])
+        elif name == "turboquant":
+            self.decode_turboquant(*where, kernel=launch.kernel)
         else:
             raise ValueError(f"kernel {launch.kernel}")
 
     def gather_raw(self, span: Span, first: int, count: int, most_stored_nbytes: int) -> None:
-        """Copy segments into their payloads, and add to their CRCs."""
-        self._launch(self._gather_raw, span, first, count, most_stored_nbytes)
+        """Copy segments into their payloads, and make their CRCs."""
+        self._start("gather_raw", span, first, count, most_stored_nbytes)
 
     def gather(self, span: Span, first: int, count: int, most_stored_nbytes: int) -> None:
         """Copy segments into their payloads. CRCs are left."""
-        self._launch(self._gather, span, first, count, most_stored_nbytes)
+        self._start("gather", span, first, count, most_stored_nbytes)
 
     def scatter_raw(self, span: Span, first: int, count: int, most_stored_nbytes: int) -> None:
         """Copy payloads into their segments, in units without a fault."""
-        self._launch(self._scatter_raw, span, first, count, most_stored_nbytes)
+        self._start("scatter_raw", span, first, count, most_stored_nbytes)
 
     def encode_fp8(
         self, span: Span, first: int, count: int, most_stored_nbytes: int, *, is_half: bool
     ) -> None:
-        """Encode segments of FP16 or else bfloat16, add to their CRCs, and report faults."""
-        self._launch(self._encode_fp8[is_half], span, first, count, most_stored_nbytes)
+        """Encode segments of FP16 or else bfloat16, make their CRCs, and report faults."""
+        self._start(_FP8["encode", is_half], span, first, count, most_stored_nbytes)
 
     def decode_fp8(
         self, span: Span, first: int, count: int, most_stored_nbytes: int, *, is_half: bool
     ) -> None:
         """Decode payloads into segments of FP16 or else bfloat16, in units without a fault."""
         # A line of 512 bytes is one of the segment here.
-        kernel = self._decode_fp8[is_half]
-        self._launch(kernel, span, first, count, most_stored_nbytes, LINE_NBYTES // 2)
+        name = _FP8["decode", is_half]
+        self._start(name, span, first, count, most_stored_nbytes, LINE_NBYTES // 2)
+
+    def encode_turboquant(
+        self, span: Span, first: int, count: int, most_stored_nbytes: int, *, kernel: Kernel
+    ) -> None:
+        """Encode segments of any role, make their CRCs, and report faults."""
+        loaded = self._kernels.turboquant[kernel]
+        self._start_turboquant(loaded.encode, loaded, span, first, count, most_stored_nbytes)
+        self._start("crc32", span, first, count, most_stored_nbytes)
+
+    def decode_turboquant(
+        self, span: Span, first: int, count: int, most_stored_nbytes: int, *, kernel: Kernel
+    ) -> None:
+        """Decode payloads into segments of any role, in units without a fault; report faults."""
+        loaded = self._kernels.turboquant[kernel]
+        self._start_turboquant(loaded.decode, loaded, span, first, count, most_stored_nbytes)
 
     def crc32(self, span: Span, first: int, count: int, most_stored_nbytes: int) -> None:
         """Add to the CRCs of payloads, here of the tasks ``[first, first + count)``."""
-        span = span._replace(order=0)
-        self._launch(self._crc32, span, first, count, most_stored_nbytes)
-
-    # encode_turboquant and decode_turboquant
+        self._start("crc32", span._replace(order=0), first, count, most_stored_nbytes)
 
     def move(self, target: int, source: int, nbytes: int) -> None:
         """Copy whole words between the device and pinned host memory, without a copy engine.
@@ -145,17 +224,15 @@ class Kernels:
             nbytes: A multiple of 4.
         """
         words = nbytes // 4
-        blocks = min(_MOVE_BLOCKS, -(-words // _BLOCK[0]))
-        arguments = (np.uint64(target), np.uint64(source), np.uint32(words))
+        blocks = min(_MOVE_BLOCKS, -(-words // _BLOCK_THREADS))
         if words:
-            self._move_words((blocks,), _BLOCK, arguments)
+            self._named["move_words"].launch(
+                blocks, _BLOCK_THREADS, self._stream, target, source, words
+            )
 
-    def _module(self, name: str, *macros: str) -> Any:  # noqa: ANN401 - CuPy has no types
-        return self._cupy.RawModule(code=source(name), options=(*OPTIONS, *macros))
-
-    def _launch(
+    def _start(
         self,
-        kernel: Any,  # noqa: ANN401 - as above
+        name: str,
         span: Span,
         first: int,
         count: int,
@@ -165,21 +242,57 @@ class Kernels:
         """Start one warp a share, of as few lines as let the device hold all of them at once."""
         most_lines = -(-most_stored_nbytes // line_nbytes)
         lines = _FEWEST_LINES
-        while lines < _MOST_LINES and count * -(-most_lines // lines) > self._most_warps:
+        while lines < _MOST_LINES and count * -(-most_lines // lines) > self._kernels.most_warps:
             lines *= 2
         shares = -(-most_lines // lines)
         if not count * shares:
             return
-        arguments = (
-            np.uint64(span.slots),
-            np.uint64(span.tasks),
-            np.uint64(span.order),
-            np.uint32(first),
-            np.uint32(count),
-            np.uint32(shares),
-            np.uint64(span.crcs),
-            np.uint64(span.faults),
-            self._crc_tables_at,
-            np.uint32(lines),
+        self._named[name].launch(
+            -(-count * shares // _BLOCK_WARPS),
+            _BLOCK_THREADS,
+            self._stream,
+            span.slots,
+            span.tasks,
+            span.order,
+            first,
+            count,
+            shares,
+            span.crcs,
+            span.faults,
+            self._kernels.crc_tables,
+            lines,
         )
-        kernel((-(-count * shares // _BLOCK_WARPS),), _BLOCK, arguments)
+
+    def _start_turboquant(
+        self,
+        started: driver.Kernel,
+        loaded: TurboQuant,
+        span: Span,
+        first: int,
+        count: int,
+        most_stored_nbytes: int,
+    ) -> None:
+        """Start one warp a share, of as few steps as let the device hold all of them at once."""
+        most_steps = -(-most_stored_nbytes // loaded.step_nbytes)
+        steps = 1
+        while steps < _MOST_STEPS and count * -(-most_steps // steps) > self._kernels.most_warps:
+            steps *= 2
+        shares = -(-most_steps // steps)
+        if not count * shares:
+            return
+        started.launch(
+            -(-count * shares // _TURBOQUANT_WARPS),
+            32 * _TURBOQUANT_WARPS,
+            self._stream,
+            span.slots,
+            span.tasks,
+            span.order,
+            first,
+            count,
+            shares,
+            span.crcs,
+            span.faults,
+            self._kernels.crc_tables,
+            0,
+            loaded.signs,
+        )

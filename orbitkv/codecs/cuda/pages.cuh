@@ -10,35 +10,38 @@ constexpr unsigned PIECE_NBYTES = 16; // of a segment's bytes, that one lane mov
 // What every kernel is launched with. A launch covers the tasks order[first] to
 // order[first + count - 1], or those of these numbers where there is no order.
 struct Launch {
-    const Slot *slots;
-    const Task *tasks;
-    const unsigned *order;
+    const Slot* slots;
+    const Task* tasks;
+    const unsigned* order;
     unsigned first, count;
     unsigned shares;            // warps of a task, as many as the longest one needs
     unsigned *crcs, *faults;    // one a task
-    const unsigned *crc_tables; // crc_tables.device_tables()
+    const unsigned* crc_tables; // crc_tables.device_tables()
     unsigned lines;             // of a share: a multiple of every batch of lines
 };
 
-#define LAUNCH_PARAMETERS                                                                          \
-    const Slot *slots, const Task *tasks, const unsigned *order, unsigned first, unsigned count,   \
-        unsigned shares, unsigned *crcs, unsigned *faults, const unsigned *crc_tables,             \
+#define LAUNCH_PARAMETERS                                                                        \
+    const Slot *slots, const Task *tasks, const unsigned *order, unsigned first, unsigned count, \
+        unsigned shares, unsigned *crcs, unsigned *faults, const unsigned *crc_tables,           \
         unsigned lines
-#define LAUNCH Launch{slots, tasks, order, first, count, shares, crcs, faults, crc_tables, lines}
+#define LAUNCH                                                                     \
+    Launch {                                                                       \
+        slots, tasks, order, first, count, shares, crcs, faults, crc_tables, lines \
+    }
 
 // One warp's part of a payload: some lines of LINE_PIECES pieces, each of which is STORED_NBYTES of
 // the payload. Shares are laid from the end of the whole pieces backwards, so that what follows one
 // is a multiple of it. So the first share may begin before the first piece: nothing is there, which
 // counts as zero.
-template <unsigned STORED_NBYTES, unsigned LINE_PIECES> struct Share {
+template <unsigned STORED_NBYTES, unsigned LINE_PIECES>
+struct Share {
     bool any = false; // whether there is one for this warp
     unsigned number;  // of the task
     Task task;
-    unsigned shares_after;
     int first; // this lane's pieces are first, first + 32, ..., before end
     int end;
 
-    __device__ __forceinline__ Share(const Launch &launch, unsigned batch_lines) {
+    __device__ __forceinline__ Share(const Launch& launch, unsigned batch_lines) {
         const unsigned warp = blockIdx.x * BLOCK_WARPS + threadIdx.x / WARP;
         if (warp >= launch.count * launch.shares) {
             return;
@@ -57,8 +60,7 @@ template <unsigned STORED_NBYTES, unsigned LINE_PIECES> struct Share {
             return;
         }
         any = true;
-        shares_after = shares - 1 - index;
-        end = int(pieces() - shares_after * share_pieces);
+        end = int(pieces() - (shares - 1 - index) * share_pieces);
         first = end - int(share_pieces);
         if (first < 0) { // leave out batches that are all zero
             const unsigned batch_pieces = batch_lines * LINE_PIECES;
@@ -69,17 +71,28 @@ template <unsigned STORED_NBYTES, unsigned LINE_PIECES> struct Share {
     }
 
     // Whole pieces of the payload.
-    __device__ __forceinline__ unsigned pieces() const { return task.stored_nbytes / STORED_NBYTES; }
+    __device__ __forceinline__ unsigned pieces() const {
+        return task.stored_nbytes / STORED_NBYTES;
+    }
 
-    // Bytes of the payload behind them.
-    __device__ __forceinline__ unsigned tail_nbytes() const { return task.stored_nbytes % STORED_NBYTES; }
+    // Lines between the share and the tail. Not kept, as registers are short.
+    __device__ __forceinline__ unsigned lines_after() const {
+        return (pieces() + threadIdx.x % WARP - unsigned(end)) / LINE_PIECES;
+    }
+
+    // Bytes of the payload behind its whole pieces.
+    __device__ __forceinline__ unsigned tail_nbytes() const {
+        return task.stored_nbytes % STORED_NBYTES;
+    }
 
     // Of these, the ones that fall to this share: all to the last one.
-    __device__ __forceinline__ unsigned own_tail_nbytes() const { return shares_after ? 0 : tail_nbytes(); }
+    __device__ __forceinline__ unsigned own_tail_nbytes() const {
+        return lines_after() ? 0 : tail_nbytes();
+    }
 };
 
 // Whether all that was found so far about a task's unit is good, so that its pages may be written.
-__device__ __forceinline__ bool unit_is_good(const Launch &launch, const Task &task) {
+__device__ __forceinline__ bool unit_is_good(const Launch& launch, const Task& task) {
     constexpr unsigned AT_ONCE = 4;
     unsigned bad = 0;
 #pragma unroll 1
@@ -125,7 +138,7 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ Place place_of(const Slot &slot, unsigned page) {
+__device__ __forceinline__ Place place_of(const Slot& slot, unsigned page) {
     Place place;
     place.start = slot.base + (long long)page * slot.page_stride;
     place.outer_stride = slot.outer_stride;
@@ -219,7 +232,8 @@ __device__ __forceinline__ unsigned long long joined(unsigned low, unsigned high
     return low | (unsigned long long)high << 32;
 }
 
-__device__ __forceinline__ unsigned long long load_word(unsigned long long address, unsigned nbytes) {
+__device__ __forceinline__ unsigned long long load_word(unsigned long long address,
+                                                        unsigned nbytes) {
     if (nbytes == 8) {
         const uint2 found = load_8(address);
         return joined(found.x, found.y);
@@ -240,7 +254,7 @@ __device__ __forceinline__ void store_word(unsigned long long address, unsigned 
     }
 }
 
-__device__ __forceinline__ uint4 load_narrow(const Place &place, unsigned offset) {
+__device__ __forceinline__ uint4 load_narrow(const Place& place, unsigned offset) {
     unsigned long long low = 0, high = 0;
 #pragma unroll 1
     for (unsigned i = 0; i < PIECE_NBYTES; i += place.access_nbytes) {
@@ -254,7 +268,7 @@ __device__ __forceinline__ uint4 load_narrow(const Place &place, unsigned offset
     return make_uint4(unsigned(low), unsigned(low >> 32), unsigned(high), unsigned(high >> 32));
 }
 
-__device__ __forceinline__ void store_narrow(const Place &place, unsigned offset, uint4 piece) {
+__device__ __forceinline__ void store_narrow(const Place& place, unsigned offset, uint4 piece) {
     const unsigned long long low = joined(piece.x, piece.y), high = joined(piece.z, piece.w);
 #pragma unroll 1
     for (unsigned i = 0; i < PIECE_NBYTES; i += place.access_nbytes) {
@@ -263,42 +277,52 @@ __device__ __forceinline__ void store_narrow(const Place &place, unsigned offset
     }
 }
 
+// Address of piece first + 32 * index. Only then to be used when there is such a piece.
 template <Reach REACH>
-__device__ __forceinline__ unsigned long long address_of(const Place &place, unsigned offset) {
-    return REACH == RUN ? place.start + offset : place.at(offset);
+__device__ __forceinline__ unsigned long long address_of(const Place& place, int first,
+                                                         unsigned index) {
+    return REACH == RUN ? place.start + (long long)first * PIECE_NBYTES +
+                              index * (unsigned long long)(WARP * PIECE_NBYTES)
+                        : place.at(PIECE_NBYTES * unsigned(first + int(index * WARP)));
 }
 
 template <Reach REACH>
-__device__ __forceinline__ uint4 load_piece(const Place &place, unsigned piece) {
-    const unsigned offset = PIECE_NBYTES * piece;
-    return REACH == NARROW ? load_narrow(place, offset) : load_16(address_of<REACH>(place, offset));
+__device__ __forceinline__ uint4 load_piece(const Place& place, int first, unsigned index) {
+    return REACH == NARROW ? load_narrow(place, PIECE_NBYTES * unsigned(first + int(index * WARP)))
+                           : load_16(address_of<REACH>(place, first, index));
 }
 
-template <Reach REACH>
-__device__ __forceinline__ void store_piece(const Place &place, unsigned piece, uint4 value) {
-    const unsigned offset = PIECE_NBYTES * piece;
-    if (REACH == NARROW) {
-        store_narrow(place, offset, value);
-    } else {
-        store_16(address_of<REACH>(place, offset), value);
-    }
-}
-
-// Loads pieces first, first + 32, ... of a segment, for one lane; zero where the number is negative.
-// Lanes have neighbouring pieces. All loads are under way before the first of them is needed.
+// Loads pieces first, first + 32, ... of a segment, for one lane; zero where the number is
+// negative. Lanes have neighbouring pieces. All loads are under way before the first of them is
+// needed.
 template <Reach REACH, unsigned COUNT>
-__device__ __forceinline__ void load_pieces(const Place &place, int first, uint4 (&found)[COUNT]) {
-#pragma unroll
-    for (unsigned i = 0; i < COUNT; ++i) {
-        // Piece 0 stands in for what is not there: a load needs no branch then.
-        found[i] = load_piece<REACH>(place, unsigned(max(first + int(i * WARP), 0)));
-    }
-    if (first < 0) {
+__device__ __forceinline__ void load_pieces(const Place& place, int first, uint4 (&found)[COUNT]) {
+    if (first >= 0) {
 #pragma unroll
         for (unsigned i = 0; i < COUNT; ++i) {
-            if (first + int(i * WARP) < 0) {
-                found[i] = make_uint4(0, 0, 0, 0);
-            }
+            found[i] = load_piece<REACH>(place, first, i);
+        }
+        return;
+    }
+#pragma unroll
+    for (unsigned i = 0; i < COUNT; ++i) {
+        found[i] = make_uint4(0, 0, 0, 0);
+        if (first + int(i * WARP) >= 0) {
+            found[i] = load_piece<REACH>(place, first, i);
+        }
+    }
+}
+
+// Stores piece first + 32 * index, unless that is negative.
+template <Reach REACH>
+__device__ __forceinline__ void store_piece(const Place& place, int first, unsigned index,
+                                            uint4 value) {
+    const int piece = first + int(index * WARP);
+    if (piece >= 0) {
+        if (REACH == NARROW) {
+            store_narrow(place, PIECE_NBYTES * unsigned(piece), value);
+        } else {
+            store_16(address_of<REACH>(place, first, index), value);
         }
     }
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,8 +86,7 @@ class Span(NamedTuple):
     order: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Item:
+class Item(NamedTuple):
     """One object in a batch.
 
     Attributes:
@@ -96,7 +95,6 @@ class Item:
 
     layout: Layout
     page_index: int
-    slots: tuple[int, ...]
     image: int
 
 
@@ -105,15 +103,78 @@ def tasks_nbytes(count: int) -> int:
     return align_up(count * _TASK_NBYTES, 256)
 
 
+class _Pattern:
+    """What is the same in every batch of so many objects of one layout.
+
+    Attributes:
+        image: Tasks, CRCs of zeros, faults and order, as they lie in the scratch; of the tasks,
+            page and image are to be added.
+        kernels: Numbers of the tasks by the kernel they need, and the most that one of them stores.
+    """
+
+    def __init__(self, layout: Layout, objects: int) -> None:
+        segments = len(layout.places)
+        count = objects * segments
+        self.image = np.zeros(count * _TASK_NBYTES, np.uint8)
+        tasks, crcs, _, _ = _views(self.image, count)
+        rows = tasks.reshape(objects, segments)
+        rows["slot"] = [place.slot for place in layout.places]
+        rows["payload"] = layout.rows["offset"]
+        rows["stored_nbytes"] = layout.rows["stored_nbytes"]
+        rows["unit_first"] = np.arange(objects)[:, None] * segments
+        rows["unit_count"] = segments
+        crcs.reshape(objects, segments)[:] = [
+            zeros_crc32(place.stored_nbytes) for place in layout.places
+        ]
+        numbers = np.arange(count, dtype=np.uint32).reshape(objects, segments)
+        positions: dict[Kernel, list[int]] = {}
+        for position, place in enumerate(layout.places):
+            kernel = place.codec.kernel if place.codec else RAW_KERNEL
+            positions.setdefault(kernel, []).append(position)
+        self.kernels: dict[Kernel, tuple[Words, int]] = {
+            kernel: (
+                numbers[:, chosen].reshape(-1),
+                max(layout.places[position].stored_nbytes for position in chosen),
+            )
+            for kernel, chosen in positions.items()
+        }
+        self.launches = _write_order(self.kernels, _views(self.image, count)[3])
+
+
+_pattern = functools.lru_cache(maxsize=1024)(_Pattern)
+
+
+def _views(scratch: Bytes, count: int) -> tuple[npt.NDArray[np.void], Words, Words, Words]:
+    """Tasks, CRCs, faults and order of a batch, in its scratch."""
+    end = TASK.itemsize * count
+    tasks = scratch[:end].view(TASK)
+    words = scratch[end : end + 3 * _WORD_NBYTES * count].view(np.uint32)
+    return tasks, words[:count], words[count : 2 * count], words[2 * count :]
+
+
+def _write_order(kernels: Mapping[Kernel, tuple[Words, int]], order: Words) -> list[Launch]:
+    launches, first = [], 0
+    for kernel, (numbers, most_nbytes) in kernels.items():
+        order[first : first + len(numbers)] = numbers
+        launches.append(Launch(kernel, first, len(numbers), most_nbytes))
+        first += len(numbers)
+    return launches
+
+
 class Tasks:
     """The tasks of one batch, in host memory that kernels read and write as well.
+
+    CRCs are preset to those of zeros, so that kernels make them the payloads'.
 
     Args:
         scratch: uint8[``tasks_nbytes``] or more, pinned host memory.
         address: Where the device has as many bytes for them.
+        slots: Device address of the registration's slots.
+        units: Numbers of the items that stand or fall together, neighbours. None: each by itself.
 
     Attributes:
         tasks, crcs, faults, order: Views of ``scratch``.
+        starts: Number of each item's first task, and of all tasks.
         launches: One a kernel, over the task numbers in ``order``.
     """
 
@@ -123,73 +184,62 @@ class Tasks:
         address: int,
         slots: int,
         items: Sequence[Item],
-        units: Sequence[Sequence[int]],
+        units: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        counts = [len(item.slots) for item in items]
-        count = sum(counts)
-        self.count = count
-        ends = np.cumsum([TASK.itemsize * count, *(3 * [_WORD_NBYTES * count])]).tolist()
-        self.tasks = scratch[: ends[0]].view(TASK)
-        self.crcs: Words = scratch[ends[0] : ends[1]].view(np.uint32)
-        self.faults: Words = scratch[ends[1] : ends[2]].view(np.uint32)
-        self.order: Words = scratch[ends[2] : ends[3]].view(np.uint32)
-        self.nbytes = ends[3]
-        self.results = (ends[0], ends[2] - ends[0])
-        self.span = Span(slots, address, *(address + end for end in ends[:3]))
-        self.starts = [0, *np.cumsum(counts).tolist()]
-        self.launches = self._fill(items, units)
+        self.starts = [0]
+        for item in items:
+            self.starts.append(self.starts[-1] + len(item.layout.places))
+        self.count = count = self.starts[-1]
+        self.tasks, self.crcs, self.faults, self.order = _views(scratch, count)
+        self.nbytes = count * _TASK_NBYTES
+        crcs_at = count * TASK.itemsize
+        faults_at, order_at = crcs_at + 4 * count, crcs_at + 8 * count
+        self.results = (crcs_at, 8 * count)
+        self.span = Span(slots, address, address + crcs_at, address + faults_at, address + order_at)
+        if all(item.layout is items[0].layout for item in items):
+            pattern = _pattern(items[0].layout, len(items))
+            scratch[: self.nbytes] = pattern.image
+            self._place(0, items)
+            self.launches = pattern.launches
+        else:
+            self.launches = self._fill(items)
+        if units is not None and len(units) < len(items):
+            for unit in units:
+                first, end = self.starts[unit[0]], self.starts[unit[-1] + 1]
+                self.tasks["unit_first"][first:end] = first
+                self.tasks["unit_count"][first:end] = end - first
 
-    def _fill(self, items: Sequence[Item], units: Sequence[Sequence[int]]) -> list[Launch]:
-        tasks, starts = self.tasks, self.starts
-        by_kernel: dict[Kernel, list[Words]] = {}
-        at = 0
-        while at < len(items):
-            layout, slots = items[at].layout, items[at].slots
-            end = at + 1
-            while end < len(items) and items[end].layout is layout:
-                end += 1
-            alike, first = items[at:end], starts[at]
-            part = tasks[first : starts[end]].reshape(len(alike), len(slots))
-            part["slot"] = slots
-            part["page"] = np.array([item.page_index for item in alike], np.uint32)[:, None]
-            images = np.array([item.image for item in alike], np.uint64)[:, None]
-            part["payload"] = images + layout.rows["offset"]
-            part["stored_nbytes"] = layout.rows["stored_nbytes"]
-            part["reserved"] = 0
-            numbers = np.arange(first, starts[end], dtype=np.uint32).reshape(part.shape)
-            for kernel, positions in kernels_of(layout).items():
-                by_kernel.setdefault(kernel, []).append(numbers[:, positions].reshape(-1))
-            at = end
-        for unit in units:
-            first, end = starts[unit[0]], starts[unit[-1] + 1]
-            tasks["unit_first"][first:end] = first
-            tasks["unit_count"][first:end] = end - first
-        self.faults[:] = 0
-        launches, first = [], 0
-        for kernel, parts in by_kernel.items():
-            chosen = np.concatenate(parts)
-            self.order[first : first + len(chosen)] = chosen
-            most_nbytes = int(tasks["stored_nbytes"][chosen].max())
-            launches.append(Launch(kernel, first, len(chosen), most_nbytes))
-            first += len(chosen)
-        return launches
+    def _place(self, first: int, items: Sequence[Item]) -> None:
+        """Add pages and images to tasks of items of one layout."""
+        segments = len(items[0].layout.places)
+        rows = self.tasks[first : first + len(items) * segments].reshape(len(items), segments)
+        rows["page"] = np.array([item.page_index for item in items], np.uint32)[:, None]
+        rows["payload"] += np.array([item.image for item in items], np.uint64)[:, None]
 
-    def expect_zeros(self) -> None:
-        """Preset every CRC to that of as many zeros, so that kernels make it the payload's."""
-        lengths, inverse = np.unique(self.tasks["stored_nbytes"], return_inverse=True)
-        self.crcs[:] = np.array([zeros_crc32(int(nbytes)) for nbytes in lengths])[inverse]
+    def _fill(self, items: Sequence[Item]) -> list[Launch]:
+        """Put a batch of several layouts together from one object after the other."""
+        kernels: dict[Kernel, list[tuple[Words, int]]] = {}
+        for number, item in enumerate(items):
+            first, end = self.starts[number], self.starts[number + 1]
+            pattern = _pattern(item.layout, 1)
+            tasks, crcs, faults, _ = _views(pattern.image, end - first)
+            self.tasks[first:end], self.crcs[first:end] = tasks, crcs
+            self.faults[first:end] = faults
+            self.tasks["unit_first"][first:end] = first
+            self._place(first, [item])
+            for kernel, (numbers, most_nbytes) in pattern.kernels.items():
+                kernels.setdefault(kernel, []).append((numbers + np.uint32(first), most_nbytes))
+        merged = {
+            kernel: (np.concatenate([n for n, _ in parts]), max(most for _, most in parts))
+            for kernel, parts in kernels.items()
+        }
+        return _write_order(merged, self.order)
 
-    def expect(self, crcs: Words) -> None:
+    def expect(self, crcs: Sequence[Words]) -> None:
         """Preset every CRC so that kernels make it zero where the payload has the one given."""
-        self.expect_zeros()
-        self.crcs ^= crcs
+        self.crcs ^= np.concatenate(crcs)
 
-
-@functools.lru_cache(maxsize=1024)
-def kernels_of(layout: Layout) -> dict[Kernel, list[int]]:
-    """Positions of a layout's segments by the kernel they need."""
-    found: dict[Kernel, list[int]] = {}
-    for position, place in enumerate(layout.places):
-        kernel = place.codec.kernel if place.codec else RAW_KERNEL
-        found.setdefault(kernel, []).append(position)
-    return found
+    @property
+    def most_stored_nbytes(self) -> int:
+        """Most that one task stores."""
+        return max(launch.most_stored_nbytes for launch in self.launches)

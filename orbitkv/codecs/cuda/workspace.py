@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
 from orbitkv.codecs.cuda.tasks import Item, Tasks, tasks_nbytes
+from orbitkv.codecs.raw import address_of
 from orbitkv.objects import OBJECT_ALIGN_NBYTES, Bytes, align_up
 from orbitkv.segment import Words
 
@@ -48,8 +48,9 @@ class DeviceStream(Protocol):
         """Workspace of the lane's batches."""
         ...
 
-    def launching(self) -> AbstractContextManager[Any]:
-        """Make the stream current for kernels; gives the ``Kernels``."""
+    @property
+    def kernels(self) -> Any:  # noqa: ANN401 - a ``Launcher``, or what stands for it in tests
+        """Launches kernels, in order."""
         ...
 
     def after(self, event: Any) -> None:  # noqa: ANN401 - an event of ours, or a cudaEvent_t
@@ -136,6 +137,7 @@ class Workspace:
         self.ready: Any = None
         self._lease: Leased | None = lease
         self._scratch = scratch
+        self._host_address = address_of(scratch)
         self.images: list[int] = []
         end = lease.address
         for nbytes in image_nbytes:
@@ -159,22 +161,23 @@ class Workspace:
             raise
         return cls(stream, lease, scratch, image_nbytes)
 
-    def fill(self, slots: int, items: Sequence[Item], units: Sequence[Sequence[int]]) -> Tasks:
+    def fill(
+        self, slots: int, items: Sequence[Item], units: Sequence[Sequence[int]] | None = None
+    ) -> Tasks:
         """Write the batch's tasks into the scratch."""
         self.tasks = Tasks(self._scratch, self._tasks_address, slots, items, units)
         return self.tasks
 
-    def send_tasks(self, kernels: Any) -> None:  # noqa: ANN401 - ``Kernels``
+    def send_tasks(self) -> None:
         """Enqueue: bring the tasks to the device."""
         assert self.tasks
-        kernels.move(self.tasks.span.tasks, self._scratch.ctypes.data, self.tasks.nbytes)
+        self.stream.kernels.move(self.tasks.span.tasks, self._host_address, self.tasks.nbytes)
 
     def fetch_results(self) -> None:
         """Enqueue: bring CRCs and faults back, and mark their arrival."""
         assert self.tasks
         at, nbytes = self.tasks.results
-        with self.stream.launching() as kernels:
-            kernels.move(self._scratch.ctypes.data + at, self._tasks_address + at, nbytes)
+        self.stream.kernels.move(self._host_address + at, self._tasks_address + at, nbytes)
         self.ready = self.stream.record()
 
     async def results(self) -> Tasks:
