@@ -360,7 +360,12 @@ class Catalogue:
             return None
         offsets: list[int] = []
         evicted = False
-        for want in wants:
+        together = self.pool.allocate(nbytes)
+        if together is not None:  # beside each other, so that a device copies them at once
+            for want in wants:
+                offsets.append(together)
+                together += want.nbytes
+        for want in wants[len(offsets) :]:
             offset = self.pool.allocate(want.nbytes)
             while offset is None and (ousted := self._oust_one(Tier.DRAM)):
                 evicted = True
@@ -376,7 +381,7 @@ class Catalogue:
                 return self._allocate_all(wants) if evicted else None
             offsets.append(offset)
         if len({want.nbytes for want in wants}) == 1:
-            offsets.sort()  # neighbours of a prefix beside each other: a device copies them at once
+            offsets.sort()
         return [
             self._new_copy(
                 Copy(

@@ -365,6 +365,9 @@ class DeviceStream:
         Raises:
             DeviceFault: what had been enqueued before it failed.
         """
+        self.device.make_current()
+        if event.happened:
+            return
         over: Submitted[None] = Submitted(loop=self._loop)
         self._awaited.put((event, over))
         await drained(over)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import threading
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from orbitkv.errors import Cancelled, OrbitError
+
+
+_CANCELLING = threading.Lock()  # between whoever cancels and whoever waits to hear of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class Ticket:
         conclude: Makes the outcome from the pages done and not done, in the order asked for.
 
     Attributes:
+        cancelled: Batches that have not been submitted must be let go.
         ready: The last event of a GPU's stream that its parts have come to.
     """
 
@@ -110,7 +115,8 @@ class Ticket:
         self._sealed = False
         self._error: OrbitError | None = None
         self.ready: Any = None
-        self._cancelled: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.cancelled = False
+        self._on_cancel: list[Callable[[], None]] = []
 
     def part(self, hashes: tuple[bytes, ...]) -> Part:
         """Open a share for one batch. Several parts may name one page: all must be done."""
@@ -130,13 +136,11 @@ class Ticket:
 
     def cancel(self) -> None:
         """Stop what has not been submitted to a lane. May be called from any thread."""
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled before
-            self._cancelled.set_result(None)
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether batches that have not been submitted must be let go."""
-        return self._cancelled.done()
+        with _CANCELLING:
+            self.cancelled = True
+            calls, self._on_cancel = self._on_cancel, []
+        for call in calls:
+            call()
 
     def cancellation(self) -> asyncio.Future[None]:
         """A future of the running loop that ends when the ticket is cancelled."""
@@ -147,11 +151,15 @@ class Ticket:
             if not ended.done():
                 ended.set_result(None)
 
-        def tell(_: concurrent.futures.Future[None]) -> None:
+        def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed since
                 loop.call_soon_threadsafe(end)
 
-        self._cancelled.add_done_callback(tell)
+        with _CANCELLING:
+            if not self.cancelled:
+                self._on_cancel.append(tell)
+                return ended
+        tell()
         return ended
 
     @property

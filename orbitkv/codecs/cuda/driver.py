@@ -16,7 +16,7 @@ from typing import Any
 from orbitkv.errors import DeviceFault
 
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-_SIZES = {"Q": 8, "I": 4}
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
 @functools.cache
@@ -35,6 +35,7 @@ def _library() -> ctypes.PyDLL:
     library.cuEventCreate.argtypes = [ctypes.POINTER(pointer), number]
     library.cuEventRecord.argtypes = [pointer, pointer]
     library.cuEventDestroy_v2.argtypes = [pointer]
+    library.cuEventQuery.argtypes = [pointer]
     library.cuStreamWaitEvent.argtypes = [pointer, pointer, number]
     library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     return library
@@ -112,6 +113,18 @@ class Event:
         _check("event", self._library.cuEventCreate(ctypes.byref(event), _NO_TIMING))
         self.ptr = event.value or 0
         _check("event", self._library.cuEventRecord(self.ptr, stream))
+
+    @property
+    def happened(self) -> bool:
+        """Whether this point has been reached.
+
+        Raises:
+            DeviceFault: what had been enqueued before it failed.
+        """
+        status = self._library.cuEventQuery(self.ptr)
+        if status and status != _NOT_READY:
+            _check("work of the GPU", status)
+        return not status
 
     def wait(self, stream: object = None) -> None:
         """Let a stream go on only after this point.
