@@ -248,6 +248,9 @@ class Bench:
             What is to be told, under names; and ``right``: nothing differs that must not.
         """
         kept = self._continue(self.make_cache())
+        # How far two runs over the same bytes agree, without any restore: kernels that add in any
+        # order make a model of random weights, whose best tokens lie close together, go astray.
+        control = matching(self._continue(self.make_cache()), kept)
         self._poison()
         restoration = self.kv.restore(self.tokens, self.landing)
         complete = restoration.pages_restored == self.pages
@@ -257,22 +260,27 @@ class Bench:
         facts: dict[str, object] = {
             "pages restored": f"{restoration.pages_restored} of {self.pages}",
             "bytes identical": identical,
+            "kept tokens as kept, run twice": f"{control} of {self.new_tokens}",
             "restored tokens as kept": f"{as_kept} of {self.new_tokens}",
             "restored tokens as computed": f"{matching(restored, self.cold_tokens)} of "
             f"{self.new_tokens} (computed at once or one by one, a token takes other kernels)",
         }
-        right = complete and (not lossless or (identical and as_kept == self.new_tokens))
+        right = complete and (not lossless or (identical and as_kept >= control))
         if self.step:
             for target, tensor in zip(self.landing.tensors, self.kept, strict=True):
                 target.copy_(tensor)
             kept = self._continue_graphed(None)
+            for target, tensor in zip(self.landing.tensors, self.kept, strict=True):
+                target.copy_(tensor)
+            control = matching(self._continue_graphed(None), kept)
             self._poison()
             restored = self._continue_graphed(self.kv.begin(self.tokens, self.landing))
             identical = same_bytes(self.landing.tensors, self.kept)
             as_kept = matching(restored, kept)
             facts["graphs, bytes identical"] = identical
+            facts["graphs, kept tokens as kept, run twice"] = f"{control} of {self.new_tokens}"
             facts["graphs, restored tokens as kept"] = f"{as_kept} of {self.new_tokens}"
-            right = right and (not lossless or (identical and as_kept == self.new_tokens))
+            right = right and (not lossless or (identical and as_kept >= control))
         return facts | {"right": right}
 
     def _continue(self, cache: Any) -> list[int]:  # noqa: ANN401 - transformers.DynamicCache

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from orbitkv.cache.catalogue import Tier
-from orbitkv.engines.device import await_stream, order_after
+from orbitkv.engines.device import mark_stream, order_after
 from orbitkv.runtime.core import Instance, PrefixLease
 from orbitkv.runtime.manager import Manager
 from orbitkv.stages.ticket import Failed, Outcome, Restored, Saved, Ticket
@@ -69,10 +69,9 @@ class Landing:
         return make_cache(config, [tensor[:, :, :tokens] for tensor in self.tensors])
 
     def expect(self, arrival: Arrival) -> None:
-        """Wait until nothing writes or reads here any more; from now on it is this arrival's."""
+        """Wait until nothing writes here any more; from now on it is this arrival's."""
         if self._arrival:
             self._arrival.drain()
-        await_stream(self.device)  # a forward may still read what was here before
         self._arrival = arrival
 
 
@@ -162,7 +161,9 @@ class Arrival:
         lease = self._manager.query(instance, self._hashes[: self.pages])
         self.pages = len(lease.hashes)
         places = {page_hash: index for index, page_hash in enumerate(lease.hashes)}
-        self._asked.append((lease, self._manager.restore(lease, places)))
+        # A forward may still read what the landing held before.
+        ready = mark_stream(self._landing.device)
+        self._asked.append((lease, self._manager.restore(lease, places, ready=ready)))
 
 
 class SaveTicket:

@@ -167,9 +167,10 @@ def test_a_save_waits_on_the_gpu_for_what_the_stream_still_has_to_write(
         engine.next_token(tokens, cache)
         written = torch.cuda.Event()
         torch.cuda._sleep(SLEEP_CYCLES)
-        for layer in cache.layers:
-            layer.keys.fill_(1.5)
-            layer.values.fill_(-2.5)
+        with torch.inference_mode():
+            for layer in cache.layers:
+                layer.keys.fill_(1.5)
+                layer.values.fill_(-2.5)
         written.record()
         ticket = kv.save(tokens, cache)
         assert not written.query()  # nothing on the host has waited for it
