@@ -41,11 +41,12 @@ demo: $(SETUP) $(MODEL)/.fetched ## a real model's KV cache leaves the engine an
 test: $(SETUP) ## every test that needs no GPU; says what it skipped and why
 	@$(PYTEST) -m "not gpu and not gds and not soak" $(ARGS)
 
-check: $(SETUP) ## ruff, mypy --strict, and the layering of imports
+check: $(SETUP) ## ruff, mypy --strict, the layering of imports, and every kernel for every GPU
 	@$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict orbitkv
 	$(PYTEST) -q tests/test_layering.py
+	$(PY) tools/check_kernels.py
 
 bench: $(SETUP) $(MODEL)/.fetched ## every benchmark, one after the other
 	@$(call needs,command -v fio,fio,U is not measured beside it)

@@ -6,6 +6,7 @@ A *page* is the engine's allocation unit, a *slot* one layer's K, V or packed KV
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import struct
@@ -272,7 +273,24 @@ class StateKey:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 that stands for the key in headers and indexes."""
-        return digest_fields((self.namespace.encode(), self.page_hash, self.group.encode()))
+        digest = _begun(self.namespace).copy()
+        group = self.group.encode()
+        digest.update(
+            b"".join(
+                (_LENGTH.pack(len(self.page_hash)), self.page_hash, _LENGTH.pack(len(group)), group)
+            )
+        )
+        return digest.digest()
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+@functools.lru_cache(maxsize=256)
+def _begun(namespace: str) -> Any:  # noqa: ANN401 - a hash object of hashlib
+    """The digest of a key after its first field, which all keys of an instance share."""
+    field = namespace.encode()
+    return hashlib.sha256(_LENGTH.pack(len(field)) + field)
 
 
 class PagedTensors:
