@@ -26,11 +26,14 @@ SETUP_GPU := .venv/.installed-$(CUDA)
 ORBITKV := .venv/bin/orbitkv
 endif
 
+# Every kernel, in few launches: the sanitizer slows each down a hundredfold.
+SANITIZED := tests/gpu -k "share_a_launch or tails_are or own_tasks or one_bad_task or takes_one_step"
+
 MAKEFLAGS += --no-print-directory
 SHELL := /bin/sh
 .SHELLFLAGS := -euc
 .ONESHELL:
-.PHONY: help demo test check bench gpu model clean
+.PHONY: help demo test check bench gpu sanitize model clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 14
@@ -59,6 +62,13 @@ bench: $(SETUP) $(MODEL)/.fetched ## every benchmark, one after the other
 
 gpu: $(SETUP_GPU) ## the tests that need an NVIDIA GPU
 	@$(PYTEST) -m gpu $(ARGS)
+
+sanitize: $(SETUP_GPU) ## some GPU tests under compute-sanitizer: memory, then races
+	@for tool in memcheck racecheck; do
+	    echo "== $$tool"
+	    compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
+		$(PYTEST) -q -m "gpu and not soak" $(SANITIZED) $(ARGS)
+	done
 
 model: $(MODEL)/.fetched ## fetch SmolLM2-135M (93 MB) into .models/
 	@echo "$(MODEL): $$(ls $(MODEL))"

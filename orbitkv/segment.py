@@ -280,7 +280,8 @@ class StateKey:
                 (_LENGTH.pack(len(self.page_hash)), self.page_hash, _LENGTH.pack(len(group)), group)
             )
         )
-        return digest.digest()
+        made: bytes = digest.digest()
+        return made
 
 
 _LENGTH = struct.Struct("<Q")
