@@ -8,9 +8,14 @@ torch's casts.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import itertools
+import os
 import statistics
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -21,14 +26,20 @@ from measure import parser, report
 
 from orbitkv import Config, Geometry, Manager, ModelIdentity, Restored, Role, Saved, Slot
 from orbitkv.codecs import open_codec
+from orbitkv.codecs.ans import AnsCodec, open_ans
+from orbitkv.codecs.cuda.ans_batch import AnsDecoding, AnsEncoding, AnsSlots, decoding_nbytes
 from orbitkv.codecs.cuda.kernels import Kernels
 from orbitkv.codecs.cuda.tasks import Item, Tasks, describe_slots, tasks_nbytes
 from orbitkv.codecs.slots import bind_slots
 from orbitkv.config import GIB, KIB, MIB
+from orbitkv.errors import Unavailable
+from orbitkv.objects import Format
+from orbitkv.probe import nvcomp_candidates
 from orbitkv.segment import PagedTensors
 
 HEADS, HEAD_DIM = 8, 128
 ROUNDS = 20
+NVCOMP_LIBRARY = os.environ.get("ORBITKV_NVCOMP_LIBRARY")
 DATA_NBYTES = 2 * GIB  # many times the L2 cache
 
 Run = Callable[[], None]
@@ -148,6 +159,100 @@ class KernelBatches:
         self._each(tasks, self.kernels.decode)
 
 
+class AnsBatches:
+    """The same for ANS, as C and R run it: descriptors up, gather, nvCOMP, layout, pack, CRC; back.
+
+    Args:
+        gathered: As where segments are not runs of memory that nvCOMP may read in the pages.
+    """
+
+    def __init__(
+        self,
+        compiled: Kernels,
+        codec: AnsCodec,
+        segment_nbytes: int,
+        batch_nbytes: int,
+        *,
+        gathered: bool,
+    ) -> None:
+        self.kernels = compiled.on(0)
+        segments = batch_nbytes // segment_nbytes
+        layers = min(segments, 64)
+        self.geometry = geometry(segment_nbytes, layers)
+        objects = [tuple(range(layers))] * (segments // layers)
+        batches = max(2, min(8, DATA_NBYTES // (2 * batch_nbytes)))
+        pages = len(objects) * batches
+        tensors = PagedTensors(self.geometry, random_tensors(self.geometry, pages))
+        described = describe_slots(tensors)
+        slots = cupy.asarray(described.view(np.uint8))
+        bound = bind_slots(codec, self.geometry, protect=False)
+        assert isinstance(bound.together, AnsSlots)
+        for one in bound.codecs:
+            compiled.load(one.kernel)
+        shape = bound.together.encode_shape(objects, gathered=gathered)
+        needed_nbytes = sum(map(bound.together.decode_nbytes, objects))
+        self.held = [tensors, slots]
+        shared = self._room(max(shape.shared_nbytes, needed_nbytes))
+        at = int(slots.data.ptr)
+        saves = []
+        for batch in range(batches):
+            chosen = range(batch * len(objects), (batch + 1) * len(objects))
+            output = self._room(shape.output_nbytes)
+            save = AnsEncoding(
+                shape, *self._scratch(shape.scratch_nbytes), shared=shared, output=output, slots=at
+            )
+            saves.append((save, chosen, output))
+        self.encode_s = median_s(
+            [lambda s=save: s.enqueue(self.kernels) for save, *_ in saves],
+            [lambda s=save, c=chosen: s.fill(described, c) for save, chosen, _ in saves],
+        )
+        restores, self.stored_nbytes = [], 0.0
+        for save, chosen, output in saves:
+            save.fill(described, chosen)
+            save.enqueue(self.kernels)
+            save.fetch(self.kernels)
+            cupy.cuda.Device().synchronize()
+            layouts = save.layouts()
+            rows = np.concatenate([layout.rows for layout in layouts])
+            rows["crc32"] = save.crcs
+            self.stored_nbytes += float(rows["stored_nbytes"].sum()) / batches
+            nbytes = [layout.nbytes for layout in layouts]
+            images = [output + before for before in itertools.accumulate(nbytes[:-1], initial=0)]
+            back = bound.together.decode_shape(objects, rows["format"] == Format.RAW)
+            restore = AnsDecoding(
+                back, *self._scratch(decoding_nbytes(segments)), shared=shared, slots=at
+            )
+            units = [(number,) for number in range(len(objects))]
+            restores.append((restore, (rows, images, chosen, units)))
+        self.logical_nbytes = batch_nbytes
+        self.decode_s = median_s(
+            [lambda r=restore: self._decode(r) for restore, _ in restores],
+            [lambda r=restore, w=what: r.fill(*w) for restore, what in restores],
+        )
+        for restore, what in restores:
+            restore.fill(*what)
+            self._decode(restore)
+            crcs_at, nbytes = restore.results
+            self.kernels.move(restore.tasks.ctypes.data + crcs_at, restore.span.crcs, nbytes)
+            cupy.cuda.Device().synchronize()
+            assert not restore.crcs.any(), "another CRC"
+            assert not restore.faults.any(), "a segment that did not decode"
+
+    def _room(self, nbytes: int) -> int:
+        memory = cupy.empty(nbytes + 4 * KIB, np.uint8)
+        self.held.append(memory)
+        return -(-int(memory.data.ptr) // (4 * KIB)) * 4 * KIB
+
+    def _scratch(self, nbytes: int) -> tuple[np.ndarray, int]:
+        memory = cupy.cuda.alloc_pinned_memory(nbytes)
+        scratch = np.frombuffer(memory, np.uint8, nbytes)
+        return scratch, scratch.ctypes.data
+
+    def _decode(self, restore: AnsDecoding) -> None:
+        restore.check(self.kernels)
+        restore.decode(self.kernels)
+
+
 def roof_gb_s() -> float:
     """Bytes read and written a second by a device copy of 1 GiB."""
     source = torch.randn(GIB // 4, device="cuda")
@@ -165,13 +270,75 @@ def cast_gb_s() -> tuple[float, float]:
     return 256 * MIB / there / 1e9, 256 * MIB / back / 1e9
 
 
+class NvcompCrc32:
+    """nvCOMP's own CRC32, of payloads cut into pieces of 64 KiB: a warp a piece, 16 bytes a read.
+
+    That is its fastest form here; it gives a CRC a piece, which would still have to be combined.
+    """
+
+    PIECE_NBYTES = 64 * KIB
+
+    def __init__(self) -> None:
+        library = next(iter(nvcomp_candidates(None)))
+        self._call = ctypes.CDLL(library).nvcompBatchedCRC32Async
+
+    def median_s(self, arena: cupy.ndarray, nbytes: int) -> float:
+        """Median over parts of the arena that are not in the cache."""
+        count = nbytes // self.PIECE_NBYTES
+        parts = max(1, arena.nbytes // nbytes)
+        starts = [arena.data.ptr + part * nbytes for part in range(parts)]
+        pieces = [
+            cupy.asarray(np.arange(count, dtype=np.uint64) * self.PIECE_NBYTES + start)
+            for start in starts
+        ]
+        lengths = cupy.full(count, self.PIECE_NBYTES, np.uint64)
+        found, states = cupy.zeros(count, np.uint32), cupy.zeros(count, np.int32)
+        # nvcompBatchedCRC32Opts_t: CRC-32/ISO-HDLC; one warp a message, 16 bytes a read.
+        options = struct.pack(
+            "<II??2xI16xiii20x64x", 0x04C11DB7, 2**32 - 1, True, True, 2**32 - 1, 0, 16, 1
+        )
+        given = (ctypes.c_char * len(options)).from_buffer_copy(options)
+
+        class Options(ctypes.Structure):
+            _fields_ = (("bytes", ctypes.c_char * len(options)),)
+
+        def run(piece: cupy.ndarray) -> None:
+            status = self._call(
+                ctypes.c_void_p(piece.data.ptr),
+                ctypes.c_void_p(lengths.data.ptr),
+                ctypes.c_size_t(count),
+                ctypes.c_void_p(found.data.ptr),
+                Options.from_buffer(given),
+                ctypes.c_int(0),
+                ctypes.c_void_p(states.data.ptr),
+                ctypes.c_void_p(0),
+            )
+            assert status == 0, f"nvcompBatchedCRC32Async: status {status}"
+
+        taken = median_s([lambda p=p: run(p) for p in pieces], [lambda: None] * parts)
+        last = arena[(parts - 1) * nbytes :][: self.PIECE_NBYTES].get()
+        run(pieces[-1])
+        assert int(found[0]) == zlib.crc32(last), (
+            "nvCOMP's CRC is not zlib's: the options are wrong"
+        )
+        return taken
+
+
 def bench_kernels(kernels: Kernels, codecs: list[str], *, as_json: bool) -> None:
     """Each codec's kernels, by batch and segment."""
     roof = roof_gb_s()
+    try:
+        nvcomp = NvcompCrc32()
+    except OSError as error:
+        print(f"nvCOMP's CRC32 is not measured: {error}")
+        nvcomp = None
     there, back = cast_gb_s()
     rows: list[tuple[object, ...]] = [("device copy, moved", "", "", roof, "", "", "")]
     rows.append(("torch bf16 > fp8 / fp8 > bf16", 256, "", there, "", back, ""))
     for codec in codecs:
+        if codec == "ans":
+            rows += ans_rows(kernels)
+            continue
         for segment_nbytes in (64 * KIB, 256 * KIB):
             for batch_nbytes in (16 * MIB, 64 * MIB, 256 * MIB):
                 made = KernelBatches(kernels, codec, segment_nbytes, batch_nbytes)
@@ -187,6 +354,11 @@ def bench_kernels(kernels: Kernels, codecs: list[str], *, as_json: bool) -> None
                         (moved + made.stored_nbytes) / made.decode_s / 1e9 / roof * 100,
                     )
                 )
+                if codec == "none" and nvcomp:
+                    theirs_s = nvcomp.median_s(made.arena, batch_nbytes)
+                    theirs = batch_nbytes / theirs_s / 1e9
+                    place = (batch_nbytes // MIB, NvcompCrc32.PIECE_NBYTES // KIB)
+                    rows.append(("nvCOMP's crc32", *place, theirs, theirs / roof * 100, "", ""))
                 if codec == "none":
                     crc = made.stored_nbytes / made.check_s / 1e9
                     rows.append(
@@ -213,6 +385,37 @@ def bench_kernels(kernels: Kernels, codecs: list[str], *, as_json: bool) -> None
         "% of roof",
     )
     report("Kernels, logical GB/s", columns, rows, as_json=as_json)
+
+
+def ans_rows(kernels: Kernels) -> list[tuple[object, ...]]:
+    """ANS, by batch and segment; nothing where there is no nvCOMP."""
+    try:
+        codec = open_ans(NVCOMP_LIBRARY)
+    except Unavailable as error:
+        print(error)
+        return []
+    rows: list[tuple[object, ...]] = []
+    for gathered in (False, True):
+        for segment_nbytes in (64 * KIB, 256 * KIB):
+            for batch_nbytes in (16 * MIB, 64 * MIB, 256 * MIB):
+                made = AnsBatches(kernels, codec, segment_nbytes, batch_nbytes, gathered=gathered)
+                how = "gathered" if gathered else "from pages"
+                ratio = made.logical_nbytes / made.stored_nbytes
+                rows.append(
+                    (
+                        f"ans {how}, ratio {ratio:.2f}",
+                        batch_nbytes // MIB,
+                        segment_nbytes // KIB,
+                        made.logical_nbytes / made.encode_s / 1e9,
+                        "",
+                        made.logical_nbytes / made.decode_s / 1e9,
+                        "",
+                    )
+                )
+                del made
+                torch.cuda.empty_cache()
+                cupy.get_default_memory_pool().free_all_blocks()
+    return rows
 
 
 def pinned_gb_s(nbytes: int) -> tuple[float, float]:
@@ -269,7 +472,13 @@ class Engine:
 @contextmanager
 def managed(codec: str, pool_nbytes: int) -> Iterator[Manager]:
     """A manager with the packaged pipelines and the default budget."""
-    with Manager(Config(pool_nbytes=pool_nbytes, storage_codec=codec, lock_memory=False)) as made:
+    config = Config(
+        pool_nbytes=pool_nbytes,
+        storage_codec=codec,
+        nvcomp_library=NVCOMP_LIBRARY,
+        lock_memory=False,
+    )
+    with Manager(config) as made:
         yield made
         assert made.leaks() == [], made.leaks()
 
@@ -303,7 +512,7 @@ def bench_graphs(codecs: list[str], *, as_json: bool) -> None:
     out, back = pinned_gb_s(GIB)
     rows: list[tuple[object, ...]] = [("pinned copy of 1 GiB", "", "", out, back, "", "")]
     for codec in codecs:
-        for segment_nbytes, layers in ((256 * KIB, 36), (64 * KIB, 36)):
+        for segment_nbytes, layers in ((256 * KIB, 36), (256 * KIB, 61), (64 * KIB, 36)):
             made = geometry(segment_nbytes, layers)
             pages = GIB // made.page_nbytes
             with managed(codec, 5 * GIB) as manager:
@@ -387,7 +596,7 @@ def main() -> None:
     chosen: argparse.Namespace = arguments.parse_args()
     only = chosen.only or ("kernels", "graphs", "page")
     if "kernels" in only:
-        codecs = chosen.codec or ["none", "fp8", "turboquant-4", "turboquant-3"]
+        codecs = chosen.codec or ["none", "ans", "fp8", "turboquant-4", "turboquant-3"]
         bench_kernels(Kernels(0), codecs, as_json=chosen.json)
     if "graphs" in only:
         codecs = chosen.codec or ["none", "ans", "fp8", "turboquant-4"]

@@ -74,7 +74,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from orbitkv import demo
 
-    return demo.run(args)
+    return demo.run(args, nvcomp_library=_nvcomp_library())
 
 
 def _draw_arguments(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +206,13 @@ def _say(message: str) -> None:
     print(f"orbitkv: {message}", file=sys.stderr)
 
 
+def _nvcomp_library() -> str | None:
+    """``Config.nvcomp_library`` as the environment has it; only commands look there."""
+    import os
+
+    return os.environ.get("ORBITKV_NVCOMP_LIBRARY") or None
+
+
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument(
@@ -217,15 +224,11 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    import os
-
     from rich.console import Console
 
     from orbitkv import doctor
 
-    findings = doctor.examine(
-        args.ssd_path or Path.cwd(), nvcomp_library=os.environ.get("ORBITKV_NVCOMP_LIBRARY")
-    )
+    findings = doctor.examine(args.ssd_path or Path.cwd(), nvcomp_library=_nvcomp_library())
     config = Config(ssd_path=args.ssd_path)
     nodes = {
         f"{name}.{node_id}": reason
@@ -248,7 +251,7 @@ def _qualify_arguments(parser: argparse.ArgumentParser) -> None:
 def _qualify(args: argparse.Namespace) -> int:
     from orbitkv import qualify
 
-    return qualify.run(args)
+    return qualify.run(args, nvcomp_library=_nvcomp_library())
 
 
 if __name__ == "__main__":

@@ -67,6 +67,9 @@ class Config:
             the next start. Off: the file is removed.
         storage_codec: Representation of stored segments; ``docs/codecs.md`` says what each does.
         rotation_seed: Of TurboQuant's signs, 0 to 2**64 - 1.
+        nvcomp_library: Of ``ans``: path of nvCOMP's library, or a name for the loader, which never
+            silently becomes another. None: the pip package's, then the loader's. The commands take
+            it from ``ORBITKV_NVCOMP_LIBRARY``; nothing else in OrbitKV reads the environment.
         storage_codec_budget_nbytes: Most workspace that one lane's batch may pin.
         save_pipeline, restore_pipeline: A packaged name, or the path of a definition.
         lock_memory: Lock the pool into RAM where the memlock limit allows.
@@ -80,6 +83,7 @@ class Config:
     ssd_persist: bool = False
     storage_codec: str = "none"
     rotation_seed: int = 0
+    nvcomp_library: str | None = None
     storage_codec_budget_nbytes: int = 64 * MIB
     save_pipeline: str | Path = "save"
     restore_pipeline: str | Path = "restore"
@@ -105,6 +109,7 @@ class Config:
             ("ssd_persist", isinstance(self.ssd_persist, bool), "True or False"),
             ("storage_codec", self.storage_codec in STORAGE_CODECS, ", ".join(STORAGE_CODECS)),
             ("rotation_seed", _is_seed(self.rotation_seed), "0 to 2**64 - 1"),
+            ("nvcomp_library", _is_library(self.nvcomp_library), "a path or name, or None"),
             (
                 "storage_codec_budget_nbytes",
                 _is_count(self.storage_codec_budget_nbytes),
@@ -131,6 +136,10 @@ def _is_seed(value: object) -> bool:
 
 def _is_wait(value: object) -> bool:
     return isinstance(value, int | float) and value >= 0  # which NaN is not
+
+
+def _is_library(value: object) -> bool:
+    return value is None or (isinstance(value, str) and bool(value) and "\0" not in value)
 
 
 def _is_file_name(value: object) -> bool:

@@ -39,7 +39,13 @@ from orbitkv.engines.checkpoint import (
     read_text,
     tokenize,
 )
-from orbitkv.engines.device import DEVICES, await_stream, check_device, describe_device
+from orbitkv.engines.device import (
+    DEVICES,
+    await_stream,
+    check_codec,
+    check_device,
+    describe_device,
+)
 from orbitkv.errors import ConfigError, OrbitError
 from orbitkv.objects import object_nbytes
 from orbitkv.runtime.manager import Manager
@@ -50,6 +56,7 @@ WARM_UP_ROUNDS = 4  # until the allocator keeps what a restored cache and its gr
 # float32 first, as measured on a CPU with AVX-512 BF16 but no AMX: bfloat16 prefills 1.7 times as
 # fast, but one token takes 1.3 s instead of 0.1 s, so that what a restore leaves to do costs most.
 DTYPES = ("float32", "bfloat16", "float16")
+CODECS = ("none", "ans")  # that give back every byte
 EXIT_DIFFERS, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 _BE_THE_SECOND_PROCESS = """
@@ -76,6 +83,7 @@ class _Task:
     Attributes:
         dtype: Of the weights, and so of the cache.
         device: Where the model is, and so the engine's pages.
+        codec, nvcomp_library: As ``Config`` has them.
         token_ids: The prompt.
         pool_nbytes, ssd_nbytes: Room for the prompt's pages in each tier.
     """
@@ -83,6 +91,7 @@ class _Task:
     model: str
     dtype: str
     device: str
+    codec: str
     token_ids: list[int]
     page_tokens: int
     new_tokens: int
@@ -90,6 +99,7 @@ class _Task:
     ssd_nbytes: int
     ssd_path: str
     ssd_backend: SsdBackend
+    nvcomp_library: str | None = None
 
     @property
     def pages(self) -> int:
@@ -103,12 +113,20 @@ class _Task:
 
     def config(self) -> Config:
         """Settings of a manager that leaves its SSD file behind for the next one."""
-        return Config(
-            pool_nbytes=self.pool_nbytes,
+        return replace(
+            self.config_without_ssd(),
             ssd_path=Path(self.ssd_path),
             ssd_capacity_nbytes=self.ssd_nbytes,
             ssd_backend=self.ssd_backend,
             ssd_persist=True,
+        )
+
+    def config_without_ssd(self) -> Config:
+        """The same for a manager of which nothing is to be left."""
+        return Config(
+            pool_nbytes=self.pool_nbytes,
+            storage_codec=self.codec,
+            nvcomp_library=self.nvcomp_library,
         )
 
 
@@ -183,17 +201,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEVICES[0],
         help="where the model and its cache are; cuda: the first NVIDIA GPU (default: %(default)s)",
     )
+    parser.add_argument(
+        "--codec",
+        choices=CODECS,
+        default=CODECS[0],
+        help="how pages are stored, ans with --device cuda only (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, *, nvcomp_library: str | None = None) -> int:
     """Run the demo.
+
+    Args:
+        nvcomp_library: As ``Config`` has it.
 
     Returns:
         0 where every token and byte came back; 1 where one did not; 2 where it could not start.
     """
     try:
-        report = _demonstrate(args)
+        report = _demonstrate(args, nvcomp_library)
     except OrbitError as error:
         sys.stderr.write(f"orbitkv demo: {error}\n")
         return EXIT_USAGE
@@ -212,9 +239,10 @@ def run(args: argparse.Namespace) -> int:
     return 0 if right else EXIT_DIFFERS
 
 
-def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
+def _demonstrate(args: argparse.Namespace, nvcomp_library: str | None) -> dict[str, Any]:
     check_installed(NEEDED)
     check_device(args.device)
+    check_codec(args.codec, args.device, nvcomp_library)
     console = Console(file=sys.stderr)
     pool_nbytes = None
     if args.pool_size is not None:
@@ -230,7 +258,9 @@ def _demonstrate(args: argparse.Namespace) -> dict[str, Any]:
             if args.prompt_file is None:
                 token_ids = token_ids[:PROMPT_TOKENS]
             model = load_model(model_path, args.dtype, args.device)
-        task = _plan(args, model, token_ids, pool_nbytes, ssd_path)
+        task = replace(
+            _plan(args, model, token_ids, pool_nbytes, ssd_path), nvcomp_library=nvcomp_library
+        )
         cold, dram, stored = _first_process(task, model, console)
         device = describe_device(model.device)
         del model
@@ -306,6 +336,7 @@ def _plan(
         model=str(args.model.resolve()),
         dtype=args.dtype,
         device=args.device,
+        codec=args.codec,
         token_ids=token_ids,
         page_tokens=geometry.page_tokens,
         new_tokens=args.new_tokens,
@@ -380,8 +411,7 @@ def _warm_up(task: _Task, engine: GreedyEngine, *, prefill: bool) -> None:
             layer.keys, layer.values = (
                 tensor.repeat(1, 1, len(other), 1) for tensor in (layer.keys, layer.values)
             )
-    config = Config(pool_nbytes=task.pool_nbytes)
-    with Manager(config) as manager, _kv(task, manager, engine.model) as kv:
+    with Manager(task.config_without_ssd()) as manager, _kv(task, manager, engine.model) as kv:
         kv.save(other, cache).result()
         del cache
         for _ in range(WARM_UP_ROUNDS):
@@ -484,6 +514,7 @@ def _report(
         "new_tokens": task.new_tokens,
         "model": str(args.model),
         "dtype": task.dtype,
+        "codec": task.codec,
         "machine": {
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
@@ -498,7 +529,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
     """Draw the report as a table, for people."""
     table = Table(
         title=f"{report['prompt_tokens']} tokens of {escape(report['prompt'])}, "
-        f"{report['dtype']} on {escape(report['device'])}",
+        f"{report['dtype']} on {escape(report['device'])}, codec {report['codec']}",
         caption=f"continued with: {escape(repr(report['continuation']))}",
     )
     for heading in ("", "time to first token", "of that restoring", "faster", "stored"):

@@ -28,6 +28,9 @@ MAX_SEGMENT_NBYTES = 2**40
 
 Bytes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.void]
+Table = npt.NDArray[np.uint32]
+"""A segment table as words: uint32[segments, 8], whose column ``CRC32_WORD`` holds the CRCs."""
+CRC32_WORD = 1
 
 # magic, version, header_nbytes, segments, generation, total_nbytes, key digest, 28 bytes of zero,
 # and behind them the CRC-32 of these bytes and the table.
@@ -220,30 +223,39 @@ def write_object(
         )
     image[end:total_nbytes] = 0
     table = struct.pack("<" + _ROW_FIELDS * len(segments), *rows)
-    _write_head(image, table, total_nbytes, key_digest, generation)
+    image[:table_end] = np.frombuffer(_head(table, total_nbytes, key_digest, generation), np.uint8)
     return total_nbytes
 
 
-def _write_head(
-    image: Bytes, table: bytes, total_nbytes: int, key_digest: bytes, generation: int
-) -> None:
+def _head(table: bytes, total_nbytes: int, key_digest: bytes, generation: int) -> bytes:
     segments = len(table) // ROW_NBYTES
-    fields = (HEADER_NBYTES, segments, generation, total_nbytes, key_digest, _RESERVED)
-    head = _HEADER.pack(MAGIC, VERSION, *fields)
-    seal = _CRC.pack(crc32(table, crc32(head)))
-    image[: HEADER_NBYTES + len(table)] = np.frombuffer(head + seal + table, np.uint8)
+    head = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        HEADER_NBYTES,
+        segments,
+        generation,
+        total_nbytes,
+        key_digest,
+        _RESERVED,
+    )
+    return head + _CRC.pack(crc32(table, crc32(head))) + table
 
 
-def finish_object(image: Bytes, rows: Rows, *, key_digest: bytes, generation: int) -> None:
+def finish_object(
+    image: Bytes, table: Table, *, payloads: range, key_digest: bytes, generation: int
+) -> None:
     """Write header, table and the padding at both ends round payloads that lie in place.
 
     Args:
         image: uint8[total_nbytes], host; the padding between payloads is zero already.
-        rows: ``ROW``[segments], complete.
+        table: The segment table, complete.
+        payloads: From the first payload's first byte to the last one's last.
     """
-    _write_head(image, rows.tobytes(), image.nbytes, key_digest, generation)
-    image[HEADER_NBYTES + rows.nbytes : int(rows["offset"][0])] = 0
-    image[int(rows["offset"][-1]) + int(rows["stored_nbytes"][-1]) :] = 0
+    head = _head(table.tobytes(), image.nbytes, key_digest, generation)
+    image[: payloads.start] = np.frombuffer(head.ljust(payloads.start, b"\0"), np.uint8)
+    if payloads.stop < image.nbytes:
+        image[payloads.stop :] = 0
 
 
 def read_header(image: Bytes, *, key_digest: bytes | None = None) -> Header:

@@ -29,7 +29,8 @@ from orbitkv.codecs import (
     Codec,
     SegmentCodec,
     SegmentSpec,
-    open_codec,
+    length_of,
+    open_host_codec,
     reason_to_stay_raw,
 )
 from orbitkv.codecs.raw import check_payload
@@ -333,7 +334,7 @@ def _choose(codec: Codec, tensors: tuple[Tensor, ...]) -> Iterator[SegmentCodec 
             if spec not in bound:
                 found = codec.bind(spec)
                 if not isinstance(found, RawReason):
-                    reason = reason_to_stay_raw(found.encoded_nbytes, spec.original_nbytes)
+                    reason = reason_to_stay_raw(length_of(found), spec.original_nbytes)
                     found = found if reason is None else reason
                 bound[spec] = found
             yield bound[spec]
@@ -341,7 +342,7 @@ def _choose(codec: Codec, tensors: tuple[Tensor, ...]) -> Iterator[SegmentCodec 
 
 def _encode_one(tensor: Tensor, elements: Bytes, bound: SegmentCodec | RawReason) -> Segment:
     if not isinstance(bound, RawReason):
-        payload = np.empty(bound.encoded_nbytes, np.uint8)
+        payload = np.empty(length_of(bound), np.uint8)
         result = bound.encode(_words(tensor, elements), payload)
         if not isinstance(result, RawReason):
             return Segment(bound.format, payload, elements.nbytes, crc32=crc32(payload))
@@ -435,7 +436,7 @@ def decode_tensors(image: Bytes, okv: Okv, on_compile: OnCompile) -> Iterator[By
             continue
         if codec is None:
             seed = okv.manifest.rotation_seed or 0
-            codec = open_codec(okv.manifest.codec, rotation_seed=seed, on_compile=on_compile)
+            codec = open_host_codec(okv.manifest.codec, rotation_seed=seed, on_compile=on_compile)
         try:
             if tensor.spec not in bound:
                 bound[tensor.spec] = _bind_stored(codec, tensor.spec)
@@ -453,7 +454,7 @@ def _bind_stored(codec: Codec, spec: SegmentSpec) -> SegmentCodec:
 
 
 def _decode_one(payload: Bytes, codec: SegmentCodec) -> Bytes:
-    check_payload(payload, codec.encoded_nbytes)  # before room is taken: a shape may lie
+    check_payload(payload, length_of(codec))  # before room is taken: a shape may lie
     words = np.empty(codec.spec.elements, f"u{DTYPE_NBYTES[codec.spec.dtype]}")
     codec.decode(payload, words)
     return words.view(np.uint8)
@@ -472,7 +473,7 @@ def encode_file(
             that is not KV, and what is accepted.
         Unavailable: the codec, or the package ``safetensors``, cannot be had.
     """
-    opened = open_codec(codec, rotation_seed=rotation_seed, on_compile=on_compile)
+    opened = open_host_codec(codec, rotation_seed=rotation_seed, on_compile=on_compile)
     target = _checked_target(source, target)
     with _about(source):
         tensors, metadata = _read_safetensors(source)

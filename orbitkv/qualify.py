@@ -29,7 +29,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from orbitkv.codecs import open_codec
 from orbitkv.config import Config
 from orbitkv.engines.checkpoint import (
     DEFAULT_MODEL,
@@ -46,6 +45,7 @@ from orbitkv.engines.checkpoint import (
 from orbitkv.engines.device import (
     DEVICES,
     await_stream,
+    check_codec,
     check_device,
     describe_device,
     mark_stream,
@@ -153,6 +153,7 @@ class _Task:
         contexts: Token ids, ``context_tokens`` each, from one text, without overlap.
         prefix_tokens: Tokens at a context's beginning that are saved: whole pages.
         geometry: Of the prefix, in ``kv_dtype``.
+        nvcomp_library: As ``Config`` has it.
     """
 
     codecs: tuple[str, ...]
@@ -161,6 +162,7 @@ class _Task:
     new_tokens: int
     geometry: Geometry
     identity: ModelIdentity
+    nvcomp_library: str | None = None
 
     @property
     def pages(self) -> int:
@@ -232,14 +234,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, *, nvcomp_library: str | None = None) -> int:
     """Run the comparison.
+
+    Args:
+        nvcomp_library: As ``Config`` has it.
 
     Returns:
         0; 1 where ``none`` was not exact or a page was lost; 2 where it could not start.
     """
     try:
-        report = _qualify(args)
+        report = _qualify(args, nvcomp_library)
     except OrbitError as error:
         sys.stderr.write(f"orbitkv qualify: {error}\n")
         return EXIT_USAGE
@@ -256,12 +261,12 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DIFFERS if report["none_is_exact"] is False else 0
 
 
-def _qualify(args: argparse.Namespace) -> dict[str, Any]:
+def _qualify(args: argparse.Namespace, nvcomp_library: str | None) -> dict[str, Any]:
     started_s = time.perf_counter()
     console = Console(file=sys.stderr)
     codecs = tuple(dict.fromkeys(args.codec))
-    for name in codecs:  # refused here, before the first minute has passed
-        open_codec(name, rotation_seed=Config().rotation_seed, on_compile=lambda _: None)
+    for name in codecs:
+        check_codec(name, args.device, nvcomp_library)
     for setting in ("contexts", "context_tokens", "new_tokens"):
         if (value := getattr(args, setting)) is not None and value < 1:
             option = setting.replace("_", "-")
@@ -275,7 +280,7 @@ def _qualify(args: argparse.Namespace) -> dict[str, Any]:
             token_ids, _ = tokenize(model_path, gguf_file, text)
             contexts = _cut(args, token_ids)
             model = load_model(model_path, WEIGHTS_DTYPE, args.device)
-        task = _plan(args, model, codecs, contexts)
+        task = replace(_plan(args, model, codecs, contexts), nvcomp_library=nvcomp_library)
         results, cold_surprises = _measure(task, model, args.kv_dtype, console)
         report = _report(args, task, results, cold_surprises) | {
             "text": {
@@ -485,6 +490,7 @@ def _round_trip(
     geometry = task.geometry
     config = Config(
         storage_codec=codec,
+        nvcomp_library=task.nvcomp_library,
         pool_nbytes=task.pages * sum(geometry.object_nbytes.values()),
         lock_memory=False,
     )

@@ -4,6 +4,8 @@ Work is done late, by a thread of its own and in order, as a real stream does it
 read too early shows.
 """
 
+# ruff: noqa: ANN401 - what kernels are given has no types
+
 from __future__ import annotations
 
 import asyncio
@@ -21,9 +23,10 @@ import torch
 
 from orbitkv.cache.pool import Pool
 from orbitkv.codecs.base import SegmentSpec
+from orbitkv.codecs.cuda.ans import AnsDevice, DecodePlan, EncodePlan
 from orbitkv.codecs.cuda.crc_tables import zeros_crc32
-from orbitkv.codecs.cuda.tasks import SLOT, TASK, Launch, Span, describe_slots
-from orbitkv.codecs.cuda.workspace import Runs
+from orbitkv.codecs.cuda.tasks import SLOT, TASK, Launch, Span, are_runs, describe_slots
+from orbitkv.codecs.cuda.workspace import Runs, SharedRoom
 from orbitkv.codecs.host import Fp8Codec, TurboQuantCodec
 from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.objects import Bytes, RawReason
@@ -32,6 +35,7 @@ from orbitkv.runtime.lanes import Submitted, drained
 from orbitkv.segment import PagedTensors, Role, Words
 
 UNDECODABLE = 8
+_one_at_a_time = threading.Lock()  # kernels on a CPU share their threads' state
 FAULTS = {
     RawReason.NONFINITE: 1,
     RawReason.OUT_OF_RANGE: 2,
@@ -96,6 +100,38 @@ class EmulatedKernels:
     def move(self, target: int, source: int, nbytes: int) -> None:
         self._enqueue(lambda: ctypes.memmove(target, source, nbytes) and None)
 
+    def gather(self, span: Span, first: int, count: int, most_stored_nbytes: int) -> None:
+        def work() -> None:
+            tasks, _, _ = self._views(span, first + count)
+            for task in tasks[first:]:
+                assert task["stored_nbytes"] <= most_stored_nbytes
+                payload = memory_at(int(task["payload"]), int(task["stored_nbytes"]))
+                payload[:] = np.ascontiguousarray(self._segment(span, task)).reshape(-1)
+
+        self._enqueue(work)
+
+    def scatter_raw(self, span: Span, first: int, count: int, most_stored_nbytes: int) -> None:
+        order = np.arange(first, first + count, dtype=np.uint32)
+        launch = Launch(("raw",), 0, count, most_stored_nbytes)
+        self.decode(span._replace(order=order.ctypes.data), launch, order)
+
+    def encode_ans(self, plan: EncodePlan, **at: int) -> None:
+        self._enqueue_ans(lambda device: device.enqueue_encode(plan, 0, **at))
+
+    def expect_ans(self, **at: int) -> None:
+        self._enqueue_ans(lambda device: device.enqueue_expect(0, **at))
+
+    def decode_ans(self, plan: DecodePlan, **at: int) -> None:
+        self._enqueue_ans(lambda device: device.enqueue_decode(plan, 0, **at))
+
+    def _enqueue_ans(self, call: Callable[[AnsDevice], None]) -> None:
+        def work() -> None:
+            assert EmulatedDevice.ans
+            with _one_at_a_time:
+                call(EmulatedDevice.ans)
+
+        self._enqueue(work)
+
     def crc32(self, span: Span, first: int, count: int, most_stored_nbytes: int) -> None:
         def work() -> None:
             tasks, crcs, _ = self._views(span, first + count)
@@ -107,8 +143,8 @@ class EmulatedKernels:
     def encode(self, span: Span, launch: Launch) -> None:
         self._enqueue(lambda: self._encode(span, launch))
 
-    def decode(self, span: Span, launch: Launch) -> None:
-        self._enqueue(lambda: self._decode(span, launch))
+    def decode(self, span: Span, launch: Launch, held: object = None) -> None:
+        self._enqueue(lambda: self._decode(span, launch, held))
 
     def _views(self, span: Span, count: int) -> tuple[Any, Any, Any]:
         tasks = memory_at(span.tasks, TASK.itemsize * count).view(TASK)
@@ -171,8 +207,9 @@ class EmulatedKernels:
                     faults[index] |= FAULTS[result]
             self._add_crc(task, crcs, index)
 
-    def _decode(self, span: Span, launch: Launch) -> None:
-        for index, task, _, faults in self._tasks_of(span, launch):
+    def _decode(self, span: Span, launch: Launch, held: object) -> None:
+        del held  # memory of this process that the span names
+        for index, task, _, _ in self._tasks_of(span, launch):
             first, count = int(task["unit_first"]), int(task["unit_count"])
             assert first <= index < first + count
             _, unit_crcs, unit_faults = self._views(span, first + count)
@@ -195,6 +232,7 @@ class EmulatedStream:
         self.name = name
         self._loop = asyncio.get_running_loop()
         self.arena = Arena(f"arena of {name}", arena_nbytes, EmulatedMemory(arena_nbytes), run)
+        self.shared = SharedRoom(self.arena)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.kernels = EmulatedKernels(self._work.put)
         self._ending: set[asyncio.Task[None]] = set()
@@ -288,7 +326,13 @@ class EmulatedBridge:
 
 
 class EmulatedDevice:
-    """Takes the place of ``orbitkv.runtime.cuda.Device``."""
+    """Takes the place of ``orbitkv.runtime.cuda.Device``.
+
+    Attributes:
+        ans: Kernels around nvCOMP, or what stands for it: those of ``tests.codecs.emulation``.
+    """
+
+    ans: AnsDevice | None = None
 
     def __init__(self, ordinal: int, pool: Pool) -> None:
         self.ordinal = ordinal
@@ -304,6 +348,6 @@ class EmulatedDevice:
 
         class Slots:
             address = described.ctypes.data
-            held = described
 
+        Slots.described, Slots.are_runs = described, are_runs(described)
         tensors.device_slots = Slots

@@ -137,6 +137,8 @@ def test_a_config_cannot_be_changed() -> None:
         ({"storage_codec_budget_nbytes": 0}, "storage_codec_budget_nbytes: 0; accepted: a"),
         ({"ssd_backend": "aio"}, "ssd_backend: 'aio'; accepted: auto, uring, preadv"),
         ({"storage_codec": "zip"}, "storage_codec: 'zip'; accepted: none"),
+        ({"nvcomp_library": ""}, "nvcomp_library: ''; accepted: a path or name, or None"),
+        ({"nvcomp_library": Path("a")}, "nvcomp_library: PosixPath('a'); accepted: a path or"),
         ({"pool_wait_s": -0.1}, "pool_wait_s: -0.1; accepted: zero or more seconds"),
         ({"ssd_persist": True}, "ssd_persist: True without an ssd_path; accepted: with one"),
     ],

@@ -18,8 +18,11 @@ from pathlib import Path
 import pytest
 
 from orbitkv import demo
+from orbitkv.codecs.ans import AnsCodec, open_ans
 from orbitkv.engines import device
+from orbitkv.errors import Unavailable
 from orbitkv.probe import cuda_unavailable
+from tests.codecs.emulation import Zlib
 
 ROOT = Path(__file__).parents[1]
 SMOLLM2 = Path(os.environ.get("ORBITKV_MODEL", ROOT / ".models" / "smollm2"))
@@ -194,18 +197,37 @@ def test_a_new_process_that_finds_nothing_is_exit_1(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)  # kernels are compiled
+@pytest.mark.parametrize("codec", ["none", "ans"])
 def test_on_a_gpu_it_comes_back_in_a_new_process_too(
-    tiny_model: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, prompt: Path, capsys: pytest.CaptureFixture[str], codec: str
 ) -> None:
     if reason := cuda_unavailable():
         pytest.skip(reason)
+    if codec == "ans":
+        try:
+            open_ans(None)
+        except Unavailable as error:
+            pytest.skip(str(error))
     arguments = ["--model", tiny_model, "--prompt-file", prompt, "--device", "cuda"]
-    assert run_demo(*arguments, "--json") == 0
+    assert run_demo(*arguments, "--codec", codec, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["tokens_identical"] is True
     assert report["bytes_identical"] is True
     assert (report["pages_restored"], report["pages_expected"]) == (4, 4)
     assert report["device"] != "cpu"
+
+
+def test_ans_is_refused_on_a_host_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("orbitkv.codecs.ans.cuda_unavailable", lambda: "no GPU: give it one")
+    assert run_demo("--model", "/none", "--codec", "ans") == 2
+    assert capsys.readouterr().err == (
+        "orbitkv demo: storage codec 'ans': needs an NVIDIA GPU and nvCOMP; no GPU: give it one\n"
+    )
+    monkeypatch.setattr(device, "open_codec", lambda *_, **__: AnsCodec(Zlib()))
+    assert run_demo("--model", "/none", "--codec", "ans") == 2
+    assert "--codec ans: with --device cpu; accepted: with --device cuda" in capsys.readouterr().err
 
 
 def test_people_get_a_table(

@@ -9,9 +9,11 @@ from orbitkv.codecs.base import (
     Codec,
     SegmentCodec,
     SegmentSpec,
+    length_of,
     reason_to_stay_raw,
 )
 from orbitkv.codecs.raw import RawCodec, copy_with_crc32
+from orbitkv.config import STORAGE_CODECS
 from orbitkv.errors import ConfigError, Unavailable
 from orbitkv.objects import RawReason
 
@@ -26,12 +28,34 @@ __all__ = [
     "SegmentCodec",
     "SegmentSpec",
     "copy_with_crc32",
+    "length_of",
     "open_codec",
+    "open_host_codec",
     "reason_to_stay_raw",
 ]
 
 
-def open_codec(name: str, *, rotation_seed: int, on_compile: Callable[[str], None]) -> Codec:
+def open_host_codec(name: str, *, rotation_seed: int, on_compile: Callable[[str], None]) -> Codec:
+    """Choose a codec by name, for segments that are in host memory.
+
+    Raises:
+        ConfigError, Unavailable: as ``open_codec``, or the codec works on a GPU only.
+    """
+    if name == "ans":
+        raise Unavailable(
+            "storage codec 'ans': needs an NVIDIA GPU, and files are encoded on the CPU; "
+            f"accepted: {', '.join(HOST_CODECS)}"
+        )
+    return open_codec(name, rotation_seed=rotation_seed, on_compile=on_compile)
+
+
+def open_codec(
+    name: str,
+    *,
+    rotation_seed: int,
+    on_compile: Callable[[str], None],
+    nvcomp_library: str | None = None,
+) -> Codec:
     """Choose a codec by name.
 
     Args:
@@ -39,6 +63,8 @@ def open_codec(name: str, *, rotation_seed: int, on_compile: Callable[[str], Non
         on_compile: Told in one line, before kernels are compiled, on the thread that waits for
             them. That happens at ``bind``, once for this processor and release of the kernels;
             the result is kept on disk.
+        nvcomp_library: Of ``ans``: a path, or a name for the loader. None: the pip package's
+            library, then the loader's.
 
     Raises:
         ConfigError: no codec has this name, or the seed is out of range.
@@ -49,13 +75,11 @@ def open_codec(name: str, *, rotation_seed: int, on_compile: Callable[[str], Non
     if name == "none":
         return RawCodec()
     if name == "ans":
-        raise Unavailable(
-            "storage codec 'ans': needs an NVIDIA GPU and nvCOMP (libnvcomp.so.5, from the package "
-            "nvidia-libnvcomp-cu13), and this release encodes on the CPU only; "
-            f"accepted: {', '.join(HOST_CODECS)}"
-        )
+        from orbitkv.codecs.ans import open_ans  # noqa: PLC0415 - only where it was asked for
+
+        return open_ans(nvcomp_library)
     if name not in HOST_CODECS:
-        raise ConfigError(f"storage codec: {name!r}; accepted: {', '.join(HOST_CODECS)}")
+        raise ConfigError(f"storage codec: {name!r}; accepted: {', '.join(STORAGE_CODECS)}")
     try:
         from orbitkv.codecs import host  # noqa: PLC0415 - imports numba, which `none` must not pay
     except ImportError as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -100,8 +100,8 @@ class SegmentCodec(Protocol):
         ...
 
     @property
-    def encoded_nbytes(self) -> int:
-        """Length of every payload: it depends on the spec alone."""
+    def encoded_nbytes(self) -> int | None:
+        """Length of every payload: it depends on the spec alone. None: of a ``GpuCodec``."""
         ...
 
     def encode(self, words: Words, out: Bytes) -> int | RawReason:
@@ -172,6 +172,47 @@ class Codec(Protocol):
             The codec for them, or why all of them must be raw.
         """
         ...
+
+
+class Together(Protocol):
+    """A codec for all slots of a geometry, which works on whole objects at once, on a GPU.
+
+    Lengths of payloads depend on values, and are known only when a batch is over.
+    """
+
+    def encode_nbytes(self, slots: tuple[int, ...], *, gathered: bool) -> int:
+        """Device memory that an object takes beside its image while it is encoded, at most.
+
+        Args:
+            gathered: Segments are not each one run of memory that the encoder may read.
+        """
+        ...
+
+    def decode_nbytes(self, slots: tuple[int, ...]) -> int:
+        """Device memory that an object takes beside its image while it is decoded, at most."""
+        ...
+
+
+@runtime_checkable
+class GpuCodec(Codec, Protocol):
+    """A codec that neither encodes nor decodes on a host."""
+
+    def bind_together(
+        self, codecs: Sequence[SegmentCodec | RawReason], segment_nbytes: Sequence[int]
+    ) -> Together:
+        """Make ready for batches of objects.
+
+        Args:
+            codecs: Of each slot, from ``bind``.
+            segment_nbytes: Of each slot.
+        """
+        ...
+
+
+def length_of(codec: SegmentCodec) -> int:
+    """Length of every payload of a codec that works on a host."""
+    assert codec.encoded_nbytes is not None, "a codec that works on a GPU only"
+    return codec.encoded_nbytes
 
 
 def reason_of(fault: int) -> RawReason:

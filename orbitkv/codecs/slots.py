@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
-from orbitkv.codecs.base import Codec, SegmentCodec, SegmentSpec, reason_to_stay_raw
+from orbitkv.codecs.base import (
+    Codec,
+    GpuCodec,
+    SegmentCodec,
+    SegmentSpec,
+    Together,
+    length_of,
+    reason_to_stay_raw,
+)
 from orbitkv.codecs.raw import RawCodec
 from orbitkv.objects import (
     OBJECT_ALIGN_NBYTES,
@@ -20,6 +27,7 @@ from orbitkv.objects import (
     Format,
     RawReason,
     Rows,
+    Table,
     align_up,
     payload_offsets,
 )
@@ -33,7 +41,7 @@ class Place(NamedTuple):
     """One segment of an object, as it lies where its codec takes it.
 
     Attributes:
-        codec: None: stored raw, for ``raw_reason``.
+        codec: None: stored raw, for ``raw_reason``. Never one of a ``GpuCodec``.
     """
 
     slot: int
@@ -45,7 +53,7 @@ class Place(NamedTuple):
     @property
     def stored_nbytes(self) -> int:
         """Length of the payload."""
-        return self.codec.encoded_nbytes if self.codec else self.original_nbytes
+        return length_of(self.codec) if self.codec else self.original_nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,15 +61,17 @@ class Layout:
     """Where an object's segments lie in its image, and in which form.
 
     Attributes:
-        places: One a segment, in order.
+        rows: The segment table, ``ROW``[segments], with CRCs of zero.
+        places: One a segment, in order. None at all where a GPU told the lengths.
     """
 
-    places: tuple[Place, ...]
+    rows: Rows
+    places: tuple[Place, ...] = ()
 
-    @cached_property
-    def rows(self) -> Rows:
-        """The segment table, ``ROW``[segments], with CRCs of zero."""
-        return np.array(
+    @classmethod
+    def of(cls, places: tuple[Place, ...]) -> Self:
+        """Make the table of what is known beforehand."""
+        rows = np.array(
             [
                 (
                     int(place.codec.format if place.codec else Format.RAW),
@@ -72,39 +82,52 @@ class Layout:
                     place.stored_nbytes,
                     place.offset,
                 )
-                for place in self.places
+                for place in places
             ],
             ROW,
         )
+        return cls(rows, places)
 
     @cached_property
-    def table(self) -> bytes:
-        """The same as bytes."""
+    def table(self) -> Table:
+        """The same as words, to be copied and given CRCs."""
+        return self.rows.view(np.uint32).reshape(len(self.rows), -1)
+
+    @cached_property
+    def table_bytes(self) -> bytes:
+        """The same as bytes, to be compared."""
         return self.rows.tobytes()
+
+    @cached_property
+    def payloads(self) -> range:
+        """From the first payload's first byte to the last one's last."""
+        offsets = self.rows["offset"]
+        return range(int(offsets[0]), int(offsets[-1]) + int(self.rows["stored_nbytes"][-1]))
 
     @cached_property
     def nbytes(self) -> int:
         """Length of the object, a multiple of 4 KiB."""
-        last = self.places[-1]
-        return align_up(last.offset + last.stored_nbytes, OBJECT_ALIGN_NBYTES)
+        return align_up(self.payloads.stop, OBJECT_ALIGN_NBYTES)
 
     @cached_property
     def counts(self) -> tuple[tuple[str, int], ...]:
         """What an object adds to the counters: bytes in and out, and each reason to stay raw."""
-        counts: Counter[str] = Counter()
-        for place in self.places:
-            if place.codec is None:
-                counts[f"raw_{place.raw_reason.name.lower()}"] += 1
-            else:
-                counts["encoded_segments"] += 1
-                counts["encoded_original_nbytes"] += place.original_nbytes
-                counts["encoded_stored_nbytes"] += place.stored_nbytes
+        raw = self.rows["format"] == Format.RAW
+        counts: dict[str, int] = {}
+        for reason, count in enumerate(np.bincount(self.rows["raw_reason"][raw]).tolist()):
+            if count:
+                counts[f"raw_{RawReason(reason).name.lower()}"] = count
+        if not raw.all():
+            encoded = self.rows[~raw]
+            counts["encoded_segments"] = len(encoded)
+            counts["encoded_original_nbytes"] = int(encoded["original_nbytes"].sum())
+            counts["encoded_stored_nbytes"] = int(encoded["stored_nbytes"].sum())
         return tuple(counts.items())
 
     @cached_property
     def has_gaps(self) -> bool:
         """Whether there is padding between two payloads."""
-        return any(place.stored_nbytes % PAYLOAD_ALIGN_NBYTES for place in self.places[:-1])
+        return bool((self.rows["stored_nbytes"][:-1] % PAYLOAD_ALIGN_NBYTES).any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,11 +136,14 @@ class SlotCodecs:
 
     Attributes:
         codecs: Of each slot: its codec, or why its segments are always raw.
-        layouts: Of each state group: its segments' places, unless one must be raw after all.
+        layouts: Of each state group: its segments' places, unless one must be raw after all. Where
+            lengths are not known beforehand, as if no workspace budget held a page.
+        together: What encodes and decodes whole objects where lengths are not known beforehand.
     """
 
     codecs: tuple[SegmentCodec | RawReason, ...]
     layouts: Mapping[str, Layout]
+    together: Together | None = None
 
     @property
     def chosen_raw(self) -> bool:
@@ -151,14 +177,17 @@ def bind_slots(codec: Codec, geometry: Geometry, *, protect: bool) -> SlotCodecs
             codecs.append(RawReason.PROTECTED_LAYER)
             continue
         bound = codec.bind(SegmentSpec.of(slot, geometry.page_tokens))
-        if not isinstance(bound, RawReason):
+        if not isinstance(bound, RawReason) and bound.encoded_nbytes is not None:
             bound = reason_to_stay_raw(bound.encoded_nbytes, bound.spec.original_nbytes) or bound
         codecs.append(bound)
     found = SlotCodecs(tuple(codecs), {})
     layouts = {
         group: lay_out(found, geometry, slots, {}) for group, slots in geometry.groups.items()
     }
-    return SlotCodecs(found.codecs, layouts)
+    together = None
+    if isinstance(codec, GpuCodec):
+        together = codec.bind_together(codecs, geometry.segment_nbytes)
+    return SlotCodecs(found.codecs, layouts, together)
 
 
 def lay_out(
@@ -175,15 +204,17 @@ def lay_out(
             kinds.append((None, codec))
         elif slot in raw:
             kinds.append((None, raw[slot]))
+        elif codec.encoded_nbytes is None:
+            kinds.append((None, RawReason.NO_BUDGET))
         else:
             kinds.append((codec, RawReason.CHOSEN))
     originals = [geometry.segment_nbytes[slot] for slot in slots]
     stored = [
-        codec.encoded_nbytes if codec else nbytes
+        length_of(codec) if codec else nbytes
         for (codec, _), nbytes in zip(kinds, originals, strict=True)
     ]
     offsets = payload_offsets(stored)
-    return Layout(
+    return Layout.of(
         tuple(
             Place(slot, offset, nbytes, codec, reason)
             for slot, offset, nbytes, (codec, reason) in zip(

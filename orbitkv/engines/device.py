@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from orbitkv.codecs import open_codec
+from orbitkv.codecs.base import GpuCodec
 from orbitkv.errors import ConfigError
 from orbitkv.probe import cuda_unavailable
 
@@ -33,6 +35,20 @@ def check_device(name: str) -> None:
         reason = f"torch {torch.__version__} {build if torch.version.cuda else 'has no CUDA'}"
     if reason:
         raise ConfigError(f"--device cuda: {reason}; accepted: cpu, or cuda where that can be had")
+
+
+def check_codec(name: str, device: str, nvcomp_library: str | None) -> None:
+    """Refuse, in one line and before the first minute has passed, a codec that cannot be had.
+
+    Raises:
+        ConfigError: no codec has this name, or it needs the model on a GPU.
+        Unavailable: with what is missing.
+    """
+    opened = open_codec(
+        name, rotation_seed=0, on_compile=lambda _: None, nvcomp_library=nvcomp_library
+    )
+    if isinstance(opened, GpuCodec) and device != "cuda":
+        raise ConfigError(f"--codec {name}: with --device {device}; accepted: with --device cuda")
 
 
 def describe_device(device: Device) -> str:

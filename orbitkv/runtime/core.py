@@ -19,6 +19,7 @@ from orbitkv.cache.catalogue import Catalogue, Copy, Tier
 from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
 from orbitkv.codecs import open_codec
+from orbitkv.codecs.base import GpuCodec
 from orbitkv.codecs.cuda.tasks import tasks_nbytes
 from orbitkv.codecs.cuda.workspace import workspace_nbytes
 from orbitkv.codecs.slots import SlotCodecs, bind_slots
@@ -31,7 +32,7 @@ from orbitkv.errors import (
     ImpossibleRequest,
 )
 from orbitkv.graph import Node
-from orbitkv.objects import OBJECT_ALIGN_NBYTES
+from orbitkv.objects import OBJECT_ALIGN_NBYTES, align_up
 from orbitkv.pipeline import load_pipeline
 from orbitkv.runtime.channel import ChannelStatistics
 from orbitkv.runtime.cuda import CudaLane, Device
@@ -189,7 +190,10 @@ class Core:
             for source in (config.save_pipeline, config.restore_pipeline)
         ]
         self._codec = open_codec(
-            config.storage_codec, rotation_seed=config.rotation_seed, on_compile=self._log.warning
+            config.storage_codec,
+            rotation_seed=config.rotation_seed,
+            on_compile=self._log.warning,
+            nvcomp_library=config.nvcomp_library,
         )
         async with AsyncExitStack() as opened:
             self.catalogue = _open_tiers(config)
@@ -280,6 +284,15 @@ class Core:
     ) -> Instance:
         """Check tensors against their declaration, and that one page of them can pass."""
         paged = PagedTensors(geometry, tensors)
+        if paged.device is None and isinstance(self._codec, GpuCodec):
+            raise ConfigError(
+                f"storage_codec: {self._codec.name!r}, and tensors on the CPU; "
+                "accepted: tensors on an NVIDIA GPU, as it neither encodes nor decodes on a host"
+            )
+        if geometry not in self._bound:
+            self._bound[geometry] = await asyncio.to_thread(
+                bind_slots, self._codec, geometry, protect=self._codec.protects_layers
+            )
         paged.bridged = paged.device is not None and self._exceeds_arenas(geometry)
         counted = not paged.bridged
         limits = {
@@ -299,10 +312,6 @@ class Core:
                     f"one page of group {group!r} takes {nbytes} bytes; too small for it: "
                     + ", ".join(small)
                 )
-        if geometry not in self._bound:
-            self._bound[geometry] = await asyncio.to_thread(
-                bind_slots, self._codec, geometry, protect=self._codec.protects_layers
-            )
         if paged.device is not None:
             await self._open_device(paged)
         namespace = make_namespace(
@@ -361,9 +370,16 @@ class Core:
             return Saved(done, tuple(resident), not_done)
 
         ticket = Ticket(conclude)
-        nbytes_of = instance.geometry.object_nbytes
+        nbytes_of, groups = instance.geometry.object_nbytes, instance.geometry.groups
+        besides = {
+            group: self._half_beside(instance.tensors, slots, saves=True)
+            for group, slots in groups.items()
+        }
         packs = self._pack(
-            [(nbytes_of[key.group], len(instance.geometry.groups[key.group])) for key, _ in fresh],
+            [
+                (nbytes_of[key.group] + besides[key.group], len(groups[key.group]))
+                for key, _ in fresh
+            ],
             self._target_nbytes(instance, self._save, PublishBatch),
         )
         batches = [
@@ -465,8 +481,14 @@ class Core:
         self._leases.discard(lease)
         batches: list[RestoreBatch] = []
         for station, items in work.items():
+            besides = {
+                slots: self._half_beside(instance.tensors, slots, saves=False) for slots in groups
+            }
             packs = self._pack(
-                [(copy.nbytes, len(target.slot_indices)) for copy, target in items],
+                [
+                    (copy.nbytes + besides[target.slot_indices], len(target.slot_indices))
+                    for copy, target in items
+                ],
                 self._target_nbytes(instance, self._fetch, station) if items else 0,
             )
             for pack in packs:
@@ -504,10 +526,27 @@ class Core:
     def _exceeds_arenas(self, geometry: Geometry) -> bool:
         """Whether a raw page is more than a GPU lane may hold of it at once."""
         budget_nbytes = self.config.storage_codec_budget_nbytes
-        return any(
-            workspace_nbytes([nbytes], len(geometry.groups[group])) > budget_nbytes
-            for group, nbytes in geometry.object_nbytes.items()
-        )
+        together = self._bound[geometry].together
+        for group, nbytes in geometry.object_nbytes.items():
+            slots = geometry.groups[group]
+            needed_nbytes = workspace_nbytes([nbytes], len(slots))
+            if together:
+                encode_nbytes = together.encode_nbytes(slots, gathered=True)
+                beside_nbytes = max(encode_nbytes, together.decode_nbytes(slots))
+                needed_nbytes += align_up(beside_nbytes, OBJECT_ALIGN_NBYTES)
+            if needed_nbytes > budget_nbytes:
+                return True
+        return False
+
+    def _half_beside(self, tensors: PagedTensors, slots: tuple[int, ...], *, saves: bool) -> int:
+        """Half the arena's room that an object takes beside its image, once for two batches."""
+        together = self._bound[tensors.geometry].together
+        if together is None or tensors.bridged:
+            return 0
+        if saves:
+            gathered = not tensors.device_slots.are_runs
+            return together.encode_nbytes(slots, gathered=gathered) // 2
+        return together.decode_nbytes(slots) // 2
 
     def _target_nbytes(self, instance: Instance, runtime: Runtime, station: type) -> int:
         """How much a batch shall be: of raw objects on a save, of stored ones on a restore."""

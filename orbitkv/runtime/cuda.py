@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from orbitkv.cache.pool import Pool
 from orbitkv.cache.ranges import FreeRanges
@@ -22,12 +23,12 @@ from orbitkv.codecs.base import MOST_SOURCE_NBYTES
 from orbitkv.codecs.cuda import driver
 from orbitkv.codecs.cuda.driver import Event
 from orbitkv.codecs.cuda.kernels import Kernels, Launcher
-from orbitkv.codecs.cuda.tasks import describe_slots
-from orbitkv.codecs.cuda.workspace import Runs
+from orbitkv.codecs.cuda.tasks import are_runs, describe_slots
+from orbitkv.codecs.cuda.workspace import Runs, SharedRoom
 from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.config import KIB, MIB, format_nbytes
 from orbitkv.errors import DeviceFault, ImpossibleRequest, Unavailable
-from orbitkv.objects import OBJECT_ALIGN_NBYTES, Bytes, align_up
+from orbitkv.objects import OBJECT_ALIGN_NBYTES, Bytes, RawReason, align_up
 from orbitkv.probe import cuda_unavailable
 from orbitkv.runtime.lanes import HostLane, Submitted, drained
 from orbitkv.segment import PagedTensors, Words
@@ -102,13 +103,13 @@ class Device:
         """Tell kernels where the slots of a registration lie, and load what its codecs need."""
         # On a stream of its own: the default one would wait for what the engine does there.
         with faults(f"cuda:{self.ordinal}"), self.handle, self._cupy.cuda.Stream(non_blocking=True):
+            described = describe_slots(tensors)
             tensors.device_slots = DeviceSlots(
-                self._cupy.asarray(describe_slots(tensors).view(np.uint8), blocking=True)
+                self._cupy.asarray(described.view(np.uint8), blocking=True), described
             )
-            for layout in codecs.layouts.values():
-                for place in layout.places:
-                    if place.codec:
-                        self.kernels.load(place.codec.kernel)
+            for codec in codecs.codecs:
+                if not isinstance(codec, RawReason):
+                    self.kernels.load(codec.kernel)
 
 
 class DeviceSlots:
@@ -116,11 +117,15 @@ class DeviceSlots:
 
     Attributes:
         address: Of ``SLOT``[slots].
+        described: The same in host memory.
+        are_runs: Every segment is one run of memory, on a boundary of 16.
     """
 
-    def __init__(self, array: Any) -> None:  # noqa: ANN401 - a CuPy array
+    def __init__(self, array: Any, described: npt.NDArray[np.void]) -> None:  # noqa: ANN401 - CuPy's
         self._array = array
         self.address = int(array.data.ptr)
+        self.described = described
+        self.are_runs = are_runs(described)
 
 
 class ArenaMemory(Protocol):
@@ -178,6 +183,13 @@ class ArenaLease:
         self.address = arena.address + offset
         self.nbytes = nbytes
 
+    def split(self, nbytes: int) -> ArenaLease:
+        """Keep the first ``nbytes``, a multiple of 4 KiB; return the rest as a range of its own."""
+        assert self._arena, "a range that was given back"
+        rest = ArenaLease(self._arena, self._offset + nbytes, self.nbytes - nbytes)
+        self.nbytes = nbytes
+        return rest
+
     def release(self) -> None:
         """Give the range back. Only after the last kernel or copy on it has ended."""
         arena, self._arena = self._arena, None
@@ -228,6 +240,8 @@ class Arena:
             raise ImpossibleRequest(
                 f"{self.name}: {nbytes} bytes asked for; the budget is {self.limit_nbytes}"
             )
+        if not self._waiting and self._growing is None and (lease := self._lease(nbytes)):
+            return lease
         granted: asyncio.Future[ArenaLease] = asyncio.get_running_loop().create_future()
         self._waiting.append((granted, nbytes))
         self._serve()
@@ -256,15 +270,20 @@ class Arena:
             if granted.done():  # its caller was cancelled
                 self._waiting.popleft()
                 continue
-            room_nbytes = self._wanted_nbytes(nbytes)
-            if not self.used_nbytes and self.capacity_nbytes < room_nbytes:
-                self._growing = asyncio.create_task(self._grow(room_nbytes))
-                return
-            offset = self._ranges.allocate(nbytes)
-            if offset is None:
+            lease = self._lease(nbytes)
+            if lease is None:
+                if not self.used_nbytes:
+                    self._growing = asyncio.create_task(self._grow(self._wanted_nbytes(nbytes)))
                 return
             self._waiting.popleft()
-            granted.set_result(ArenaLease(self, offset, nbytes))
+            granted.set_result(lease)
+
+    def _lease(self, nbytes: int) -> ArenaLease | None:
+        """A range that is free now; none while the arena is to grow first."""
+        if not self.used_nbytes and self.capacity_nbytes < self._wanted_nbytes(nbytes):
+            return None
+        offset = self._ranges.allocate(nbytes)
+        return None if offset is None else ArenaLease(self, offset, nbytes)
 
     def _wanted_nbytes(self, nbytes: int) -> int:
         """Room for two batches like this one, so that one is made while the other leaves."""
@@ -298,6 +317,7 @@ class DeviceStream:
 
     Attributes:
         arena: Workspace of the lane's batches.
+        shared: Room of it that batches take turns with.
     """
 
     def __init__(
@@ -315,6 +335,7 @@ class DeviceStream:
         self._launcher = device.kernels.on(self._stream.ptr)
         memory = DeviceMemory(device, limit_nbytes)
         self.arena = Arena(f"arena of {self.name}", limit_nbytes, memory, run)
+        self.shared = SharedRoom(self.arena)
         self._alloc_pinned = cupy.cuda.alloc_pinned_memory
         self._scratch: list[Bytes] = []
         self._ending: set[asyncio.Task[None]] = set()

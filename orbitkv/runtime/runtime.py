@@ -211,6 +211,11 @@ async def run_node(bound: BoundNode) -> None:
 
     The outputs are closed however this ends, so that the next node drains and stops.
     """
+    if bound.node.depth == 1:
+        async with bound:
+            async for batch in bound.inputs:
+                await bound.emit(await bound.run_stages(batch))
+        return
     slots = asyncio.Semaphore(bound.node.depth)
     unbegun: set[Batch] = set()
 
@@ -227,10 +232,7 @@ async def run_node(bound: BoundNode) -> None:
                 await slots.acquire()
                 async for batch in bound.inputs:
                     unbegun.add(batch)
-                    if bound.node.depth == 1:
-                        await run_batch(batch)
-                    else:
-                        under_way.create_task(run_batch(batch))
+                    under_way.create_task(run_batch(batch))
                     await slots.acquire()
         finally:
             for batch in unbegun:  # its task was cancelled before its first step

@@ -15,7 +15,7 @@ from orbitkv.codecs.base import reason_to_stay_raw
 from orbitkv.codecs.cuda.workspace import Bridge, Workspace
 from orbitkv.codecs.slots import Layout, SlotCodecs
 from orbitkv.errors import CorruptObject, OrbitError, Unavailable, Undecodable
-from orbitkv.objects import USER_FORMATS, Rows, Segment
+from orbitkv.objects import USER_FORMATS, Segment
 from orbitkv.segment import PagedTensors, StateKey
 from orbitkv.stages.ticket import Part
 
@@ -70,8 +70,8 @@ class EncodedObject:
         segments: What is stored of it; empty before ``encode``, and on a GPU.
         home: Pool memory that its raw segments lie in already, at their places: hidden, and
             pinned until the batch ends. On a GPU, D takes it.
-        layout: Where its segments lie in its image in the arena of the GPU; None on a host.
-        rows: Its segment table, once the GPU has told the CRCs; None on a host.
+        layout: Where its segments lie in its image in the arena of the GPU; None on a host. Where
+            only the GPU tells, it is replaced when that has told.
     """
 
     key: StateKey
@@ -80,7 +80,6 @@ class EncodedObject:
     home: Copy | None
     segments: list[Segment] = field(default_factory=list)
     layout: Layout | None = None
-    rows: Rows | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from orbitkv.cache.catalogue import Copy
-from orbitkv.codecs.base import SegmentCodec
-from orbitkv.codecs.cuda.tasks import Item, Tasks
-from orbitkv.codecs.cuda.workspace import Bridge, DeviceStream, Workspace
+from orbitkv.codecs.base import SegmentCodec, Together
+from orbitkv.codecs.cuda.ans_batch import AnsSlots
+from orbitkv.codecs.cuda.tasks import Item
+from orbitkv.codecs.cuda.workspace import AnsRestoring, Bridge, DeviceStream, Workspace
 from orbitkv.codecs.slots import Layout, Place, SlotCodecs
 from orbitkv.errors import CorruptObject, Undecodable
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import (
+    CRC32_WORD,
     ROW,
+    ROW_NBYTES,
     Format,
+    Header,
     RawReason,
+    Rows,
     Segment,
     read_header,
     read_sealed,
@@ -48,7 +54,7 @@ class Upload:
         stream = ctx.stream_of(batch.tensors)
         batch.bridge = ctx.bridge_of(batch.tensors)
         if stream:
-            await _upload(batch, stream)
+            await _upload(batch, stream, ctx.codecs(batch.tensors.geometry).together)
         return {"out": batch.become(UploadedBatch)}
 
 
@@ -65,7 +71,9 @@ class Validate:
 
     async def prepare(self, batch: UploadedBatch, ctx: StageContext) -> Outputs:
         """Hand the batch over; on a GPU, the heads are checked now, and CRCs by its kernel."""
-        if batch.workspace:
+        if isinstance(batch.workspace, AnsRestoring):
+            _validate_together(batch, batch.workspace, ctx)
+        elif batch.workspace:
             _validate_on_device(batch, ctx)
         return {"out": batch.become(ValidatedBatch)}
 
@@ -104,7 +112,7 @@ class Decode:
         decoded.placed = True
         decoded.codecs = ctx.codecs(batch.tensors.geometry)
         if batch.workspace and batch.workspace.tasks:
-            _decode_on_device(batch.workspace, batch.workspace.tasks)
+            batch.workspace.decode()
         return {"out": decoded}
 
     def run_item(self, batch: DecodedBatch, index: int) -> None:
@@ -183,20 +191,23 @@ def codec_for(segment: Segment, codecs: SlotCodecs, slot: int) -> SegmentCodec:
     if codec is None or segment.format != codec.format:
         wanted = codec.format if codec else int(Format.RAW)
         raise Undecodable(f"format {segment.format}; this pipeline decodes {wanted}")
-    if segment.stored_nbytes != codec.encoded_nbytes:
+    if codec.encoded_nbytes is not None and segment.stored_nbytes != codec.encoded_nbytes:
         seen = segment.stored_nbytes
         raise Undecodable(f"{seen} bytes stored; accepted: {codec.encoded_nbytes}")
     return codec
 
 
-async def _upload(batch: ResidentBatch, stream: DeviceStream) -> None:
+async def _upload(batch: ResidentBatch, stream: DeviceStream, together: Together | None) -> None:
     """Start to copy the images, those of a page beside each other."""
     order = [index for page in batch.pages() for index in page]
     batch.items = [batch.items[index] for index in order]
     batch.segments = [[] for _ in order]
-    segments = sum(len(destination.slot_indices) for _, destination in batch.items)
+    objects = [destination.slot_indices for _, destination in batch.items]
     nbytes = [copy.nbytes for copy, _ in batch.items]
-    batch.workspace = await Workspace.open(stream, nbytes, segments)
+    if isinstance(together, AnsSlots):
+        batch.workspace = await AnsRestoring.open_for(stream, together, objects, nbytes)
+    else:
+        batch.workspace = await Workspace.open(stream, nbytes, sum(map(len, objects)))
     batch.images = batch.workspace.images
     pieces = zip(batch.images, batch.items, strict=True)
     pool = batch.catalogue.pool.address
@@ -222,9 +233,8 @@ def _validate_on_device(batch: UploadedBatch, ctx: StageContext) -> None:
             layouts.append(layout)
             crcs.append(found)
     if faults:
-        # Of a page with a fault the other objects go too.
-        lost = {batch.items[index][1].page_hash for index in faults}
-        sound = [d.page_hash not in lost for i, (_, d) in enumerate(batch.items) if i not in faults]
+        kept = _left_over(batch, faults)
+        sound = [stays for index, stays in enumerate(kept) if index not in faults]
         layouts = [layout for layout, kept in zip(layouts, sound, strict=True) if kept]
         crcs = [found for found, kept in zip(crcs, sound, strict=True) if kept]
         batch.reject(faults, ctx.log)
@@ -236,8 +246,72 @@ def _validate_on_device(batch: UploadedBatch, ctx: StageContext) -> None:
     ]
     tasks = workspace.fill(batch.tensors.device_slots.address, items, batch.pages())
     tasks.expect(crcs)
-    workspace.send_tasks()
-    workspace.stream.kernels.crc32(tasks.span, 0, tasks.count, tasks.most_stored_nbytes)
+    workspace.check()
+
+
+def _validate_together(batch: UploadedBatch, workspace: AnsRestoring, ctx: StageContext) -> None:
+    """Check heads on the host, the tables of all objects at once; start to compare the CRCs."""
+    codecs = ctx.codecs(batch.tensors.geometry)
+    together = codecs.together
+    assert isinstance(together, AnsSlots)
+    faults: dict[int, CorruptObject] = {}
+    tables: list[Rows] = []
+    for index, (copy, destination) in enumerate(batch.items):
+        slots = destination.slot_indices
+        try:
+            table = np.frombuffer(_check_seal(copy).table, ROW)
+            if len(table) != len(slots):
+                _explain(copy, slots, codecs, batch.tensors)
+        except CorruptObject as error:
+            faults[index], table = error, np.zeros(len(slots), ROW)
+        tables.append(table)
+    if not batch.items:
+        return
+    rows = np.concatenate(tables)
+    objects = [destination.slot_indices for _, destination in batch.items]
+    sound = together.sound(objects, rows, [copy.nbytes for copy, _ in batch.items])
+    for index in np.flatnonzero(~sound).tolist():
+        copy, destination = batch.items[index]
+        try:
+            if index not in faults:
+                _explain(copy, destination.slot_indices, codecs, batch.tensors)
+        except CorruptObject as error:
+            faults[index] = error
+    if faults:
+        kept = _left_over(batch, faults)
+        batch.reject(faults, ctx.log)
+        if not batch.items:
+            return
+        rows = np.concatenate([table for table, stays in zip(tables, kept, strict=True) if stays])
+        objects = [destination.slot_indices for _, destination in batch.items]
+    workspace.describe(
+        together.decode_shape(objects, rows["format"] == Format.RAW),
+        batch.tensors.device_slots.address,
+        rows,
+        images=batch.images,
+        pages=[destination.page_index for _, destination in batch.items],
+        units=batch.pages(),
+    )
+    workspace.check()
+
+
+def _left_over(batch: UploadedBatch, faults: Mapping[int, CorruptObject]) -> list[bool]:
+    """Tell of each item whether it stays: of a page with a fault the other objects go too."""
+    lost = {batch.items[index][1].page_hash for index in faults}
+    return [destination.page_hash not in lost for _, destination in batch.items]
+
+
+def _check_seal(copy: Copy) -> Header:
+    """Check an object's header, and the CRC over it and its table; of the rows, nothing.
+
+    Raises:
+        CorruptObject: it is not what it should be.
+    """
+    assert copy.memory is not None
+    header = read_sealed(copy.memory, key_digest=copy.digest)
+    if header.generation != copy.generation:
+        raise CorruptObject(f"generation {header.generation}; accepted: {copy.generation}")
+    return header
 
 
 def _check_head(
@@ -249,33 +323,48 @@ def _check_head(
         CorruptObject: it is not what it should be.
         Undecodable: it is not what this pipeline decodes into these slots.
     """
-    assert copy.memory is not None
-    header = read_sealed(copy.memory, key_digest=copy.digest)
-    if header.generation != copy.generation:
-        raise CorruptObject(f"generation {header.generation}; accepted: {copy.generation}")
-    rows = np.frombuffer(header.table, ROW).copy()
-    crcs = rows["crc32"].copy()
-    rows["crc32"] = 0
-    table = rows.tobytes()
+    header = _check_seal(copy)
+    table = np.frombuffer(header.table, np.uint32).reshape(-1, ROW_NBYTES // 4).copy()
+    crcs = table[:, CRC32_WORD].copy()
+    table[:, CRC32_WORD] = 0
+    bare = table.tobytes()
     for layout in codecs.layouts.values():  # as nearly every object is laid out
-        if table == layout.table and header.total_nbytes == layout.nbytes:
+        if bare == layout.table_bytes and header.total_nbytes == layout.nbytes:
             return layout, crcs
+    places = []
+    for slot, (segment, codec) in zip(
+        slots, _read_table(copy, slots, codecs, tensors), strict=True
+    ):
+        reason = RawReason.CHOSEN if codec else RawReason(segment.raw_reason)
+        assert segment.offset is not None
+        places.append(Place(slot, segment.offset, segment.original_nbytes, codec, reason))
+    return Layout.of(tuple(places)), crcs
+
+
+def _read_table(
+    copy: Copy, slots: tuple[int, ...], codecs: SlotCodecs, tensors: PagedTensors
+) -> list[tuple[Segment, SegmentCodec | None]]:
+    """Read an object's table row by row; give each segment with what undoes it.
+
+    Raises:
+        CorruptObject: the table is not what it should be.
+        Undecodable: it is not what this pipeline decodes into these slots.
+    """
+    assert copy.memory is not None
     segments = read_segments(copy.memory, read_header(copy.memory, key_digest=copy.digest))
     wanted = [tensors.geometry.segment_nbytes[slot] for slot in slots]
     seen = [segment.original_nbytes for segment in segments]
     if seen != wanted:
         raise Undecodable(f"segments of {seen} bytes; accepted: {wanted}")
-    places = []
-    for slot, segment in zip(slots, segments, strict=True):
-        codec = None if segment.format == Format.RAW else codec_for(segment, codecs, slot)
-        reason = RawReason.CHOSEN if codec else RawReason(segment.raw_reason)
-        assert segment.offset is not None
-        places.append(Place(slot, segment.offset, segment.original_nbytes, codec, reason))
-    return Layout(tuple(places)), crcs
+    return [
+        (segment, None if segment.format == Format.RAW else codec_for(segment, codecs, slot))
+        for slot, segment in zip(slots, segments, strict=True)
+    ]
 
 
-def _decode_on_device(workspace: Workspace, tasks: Tasks) -> None:
-    """Start the kernels that write the pages whose CRCs stand, and fetch what they found."""
-    for launch in tasks.launches:
-        workspace.stream.kernels.decode(tasks.span, launch)
-    workspace.fetch_results()
+def _explain(
+    copy: Copy, slots: tuple[int, ...], codecs: SlotCodecs, tensors: PagedTensors
+) -> NoReturn:
+    """Raise for a table that is not one of these slots, by the first fault of its rows."""
+    _read_table(copy, slots, codecs, tensors)
+    raise Undecodable("a length that no encoder writes")

@@ -11,6 +11,7 @@ from orbitkv.codecs.cuda.workspace import Runs
 from orbitkv.errors import CorruptObject
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import (
+    CRC32_WORD,
     Format,
     RawReason,
     Segment,
@@ -29,6 +30,7 @@ from orbitkv.stages.batch import (
     SealedBatch,
     WriteBatch,
 )
+from orbitkv.stages.encode import encode_again, learn_layouts
 
 
 class StoreDram:
@@ -106,7 +108,41 @@ class ServeDram:
 
 
 async def _receive(batch: SealedBatch, ctx: StageContext) -> None:
-    """Take pool memory, bring the images there from the arena, and complete them."""
+    """Bring the images from the arena to pool memory, and complete them.
+
+    The one wait for a batch on its way out: whether its segments were encoded at all is known when
+    they are here. Only where a GPU tells their lengths, that comes first.
+    """
+    await learn_layouts(batch)
+    while True:
+        homes = await _copy_home(batch, ctx)
+        assert batch.workspace
+        tasks = batch.workspace.tasks
+        assert tasks
+        if not tasks.faults.any():
+            break
+        for entry, home in zip(batch.objects, homes, strict=True):
+            entry.home = None
+            ctx.catalogue.unpin(home)
+        await encode_again(batch, tasks)
+    first = 0
+    for entry, home in zip(batch.objects, homes, strict=True):
+        assert home.memory is not None
+        assert entry.layout
+        table = entry.layout.table.copy()
+        table[:, CRC32_WORD] = tasks.crcs[first : first + len(table)]
+        first += len(table)
+        finish_object(
+            home.memory,
+            table,
+            payloads=entry.layout.payloads,
+            key_digest=entry.key.digest,
+            generation=home.generation,
+        )
+
+
+async def _copy_home(batch: SealedBatch, ctx: StageContext) -> list[Copy]:
+    """Take pool memory, and copy the images there once they have been made."""
     workspace, catalogue = batch.workspace, ctx.catalogue
     assert workspace
     wants = [
@@ -120,19 +156,14 @@ async def _receive(batch: SealedBatch, ctx: StageContext) -> None:
     assert homes is not None, "a wait without a limit has no end but success"
     for entry, home in zip(batch.objects, homes, strict=True):
         entry.home = home
-    workspace.running = True
     pool, pairs = catalogue.pool.address, zip(homes, workspace.images, strict=True)
     copied = workspace.stream.copy(
-        join_runs((pool + home.offset, image, home.nbytes) for home, image in pairs)
+        join_runs((pool + home.offset, image, home.nbytes) for home, image in pairs),
+        after=workspace.ready,
     )
     await workspace.stream.reached(copied)
     workspace.running = False
-    for entry, home in zip(batch.objects, homes, strict=True):
-        assert home.memory is not None
-        assert entry.rows is not None
-        finish_object(
-            home.memory, entry.rows, key_digest=entry.key.digest, generation=home.generation
-        )
+    return homes
 
 
 def join_runs(pieces: Iterable[tuple[int, int, int]]) -> Runs:

@@ -9,8 +9,9 @@ import numpy as np
 
 from orbitkv.cache.catalogue import Tier, Want
 from orbitkv.codecs.base import SegmentCodec, reason_of
-from orbitkv.codecs.cuda.tasks import Item, Tasks
-from orbitkv.codecs.cuda.workspace import Bridge, DeviceStream, Workspace
+from orbitkv.codecs.cuda.ans_batch import AnsSlots
+from orbitkv.codecs.cuda.tasks import Item, TaskTable
+from orbitkv.codecs.cuda.workspace import AnsSaving, Bridge, DeviceStream, Workspace
 from orbitkv.codecs.slots import Place, lay_out
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Bytes, Format, RawReason, Segment, crc32
@@ -135,10 +136,10 @@ class Crc32:
     lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def prepare(self, batch: EncodedBatch, ctx: StageContext) -> Outputs:
-        """Hand the batch over; from a GPU, with the CRCs that it found."""
+        """Hand the batch over; a GPU is asked for the CRCs that it finds, and what it refuses."""
         del ctx
-        if batch.workspace:
-            await _seal_on_device(batch)
+        if batch.workspace and batch.objects:
+            batch.workspace.fetch_results()
         sealed = SealedBatch(
             batch.part,
             batch.catalogue,
@@ -237,6 +238,11 @@ async def _encode_on_device(
 
 
 async def _open_workspace(batch: EncodedBatch, stream: DeviceStream) -> Workspace:
+    together = batch.codecs.together
+    if isinstance(together, AnsSlots) and batch.objects:
+        objects = [entry.slots for entry in batch.objects]
+        gathered = not batch.tensors.device_slots.are_runs
+        return await AnsSaving.open_for(stream, together.encode_shape(objects, gathered=gathered))
     image_nbytes = [entry.layout.nbytes for entry in batch.objects if entry.layout]
     segments = sum(len(entry.slots) for entry in batch.objects)
     return await Workspace.open(stream, image_nbytes, segments)
@@ -245,6 +251,10 @@ async def _open_workspace(batch: EncodedBatch, stream: DeviceStream) -> Workspac
 def _enqueue_encode(batch: EncodedBatch) -> None:
     workspace = batch.workspace
     assert workspace
+    if isinstance(workspace, AnsSaving):
+        pages = [entry.page_index for entry in batch.objects]
+        workspace.encode(batch.tensors.device_slots, pages)
+        return
     items = [
         Item(entry.layout, entry.page_index, image)
         for entry, image in zip(batch.objects, workspace.images, strict=True)
@@ -262,28 +272,26 @@ def _enqueue_encode(batch: EncodedBatch) -> None:
         stream.kernels.encode(tasks.span, launch)
 
 
-async def _seal_on_device(batch: EncodedBatch) -> None:
-    """Bring CRCs and refusals to the host, once; encode again where a segment must be raw."""
+async def learn_layouts(batch: EncodedBatch) -> None:
+    """Wait for a GPU to tell where segments lie, if nobody knew it beforehand."""
+    if isinstance(batch.workspace, AnsSaving):
+        layouts = await batch.workspace.encoded()
+        for entry, layout in zip(batch.objects, layouts, strict=True):
+            entry.layout = layout
+
+
+async def encode_again(batch: EncodedBatch, tasks: TaskTable) -> None:
+    """Encode a batch anew on a GPU that refused segments: these are raw this time."""
     workspace = batch.workspace
     assert workspace
-    if not batch.objects:
-        return
-    workspace.fetch_results()
-    tasks = await workspace.results()
-    if tasks.faults.any():
-        _lay_out_refused(batch, tasks)
-        workspace.release()
-        batch.workspace = await _open_workspace(batch, workspace.stream)
-        _enqueue_encode(batch)
-        await _seal_on_device(batch)
-        return
-    for entry, (first, end) in zip(batch.objects, itertools.pairwise(tasks.starts), strict=True):
-        assert entry.layout
-        entry.rows = entry.layout.rows.copy()
-        entry.rows["crc32"] = tasks.crcs[first:end]
+    _lay_out_refused(batch, tasks)
+    workspace.release()
+    batch.workspace = await _open_workspace(batch, workspace.stream)
+    _enqueue_encode(batch)
+    batch.workspace.fetch_results()
 
 
-def _lay_out_refused(batch: EncodedBatch, tasks: Tasks) -> None:
+def _lay_out_refused(batch: EncodedBatch, tasks: TaskTable) -> None:
     """Give objects with segments that the codec refused the layout in which these are raw."""
     for entry, (first, end) in zip(batch.objects, itertools.pairwise(tasks.starts), strict=True):
         refused = np.flatnonzero(tasks.faults[first:end]).tolist()

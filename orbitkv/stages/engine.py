@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from orbitkv.codecs.cuda.tasks import Tasks
+from orbitkv.codecs.cuda.tasks import TaskTable
 from orbitkv.codecs.cuda.workspace import DeviceStream
 from orbitkv.errors import CorruptObject, EngineFault, Undecodable
 from orbitkv.graph import Lanes, Port, Ports
@@ -81,7 +81,7 @@ async def follow(ready: object | None, lane: Lane, stream: DeviceStream | None) 
         raise EngineFault(f"the engine's event failed: {error!r}") from error
 
 
-def _faults_of(tasks: Tasks) -> dict[int, CorruptObject]:
+def _faults_of(tasks: TaskTable) -> dict[int, CorruptObject]:
     """What the GPU found wrong with each object."""
     faults: dict[int, CorruptObject] = {}
     if not (tasks.crcs.any() or tasks.faults.any()):

@@ -12,7 +12,6 @@ from typing import Any
 
 from orbitkv.errors import Cancelled, OrbitError
 
-
 _CANCELLING = threading.Lock()  # between whoever cancels and whoever waits to hear of it
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import struct
-import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -13,13 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from orbitkv.codecs.ans import AnsCodec
 from orbitkv.codecs.base import SegmentSpec, reason_to_stay_raw
 from orbitkv.codecs.cuda import ans
-from orbitkv.codecs.cuda.ans import AnsCodec, AnsDevice, AnsSegments, cut, describe
+from orbitkv.codecs.cuda.ans import AnsDevice, AnsSegments, cut, describe
 from orbitkv.codecs.cuda.tasks import TASK
 from orbitkv.codecs.nvcomp import Kind, Slices
 from orbitkv.config import KIB, MIB
-from orbitkv.errors import DeviceFault, Unavailable
+from orbitkv.errors import DeviceFault, Unavailable, Undecodable
 from orbitkv.objects import (
     Format,
     RawReason,
@@ -43,12 +43,10 @@ class Setup:
 
 
 @pytest.fixture(scope="module")
-def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     cupy = Cupy(tmp_path_factory.mktemp("kernels"))
     nvcomp = Zlib()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "cupy", cupy)
-        yield Setup(cupy, nvcomp, AnsDevice(nvcomp))
+    return Setup(cupy, nvcomp, cupy.open(nvcomp))
 
 
 def spec(nbytes: int, dtype: str = "bfloat16") -> SegmentSpec:
@@ -104,6 +102,7 @@ def encode(
     setup.nvcomp.coded = 0
     setup.device.enqueue_encode(
         plan,
+        0,
         descriptors=descriptors.ctypes.data,
         tasks=tasks.ctypes.data,
         crcs=crcs.ctypes.data,
@@ -283,6 +282,7 @@ def decode(
     setup.nvcomp.allowed = owned
     setup.device.enqueue_decode(
         plan,
+        0,
         descriptors=descriptors.ctypes.data,
         tasks=tasks.ctypes.data,
         crcs=crcs.ctypes.data,
@@ -524,7 +524,7 @@ def test_a_library_that_does_not_give_back_what_it_got_is_refused(setup: Setup) 
             store(int(numbers(slices.targets, 1)[0]), b"wrong")
 
     with pytest.raises(DeviceFault, match=r"4096 bytes of BYTES came back"):
-        AnsDevice(Wrong())
+        setup.cupy.open(Wrong())
 
 
 def test_segments_are_taken_from_4_kib_to_16_mib() -> None:
@@ -538,9 +538,13 @@ def test_a_host_neither_encodes_nor_decodes() -> None:
     codec = bound(4096)
     assert isinstance(codec, AnsSegments)
     assert codec.encoded_nbytes is None
-    for call in (codec.encode, codec.decode, codec.encode_many, codec.decode_many):
-        with pytest.raises(Unavailable, match="on an NVIDIA GPU only"):
-            call(np.zeros(4096, np.uint8), np.zeros(4096, np.uint8))
+    segment = np.zeros(4096, np.uint8)
+    for encode in (codec.encode, codec.encode_many):
+        with pytest.raises(Unavailable, match="encodes on an NVIDIA GPU only"):
+            encode(segment, segment)
+    for decode_one in (codec.decode, codec.decode_many):
+        with pytest.raises(Undecodable, match="decodes on an NVIDIA GPU only"):
+            decode_one(segment, segment)
 
 
 def test_the_identity_tells_payload_and_coded_slices() -> None:

@@ -21,6 +21,7 @@ from orbitkv.codecs import (
     copy_with_crc32,
     cpu,
     open_codec,
+    open_host_codec,
     reason_to_stay_raw,
 )
 from orbitkv.errors import ConfigError, CorruptObject, Unavailable
@@ -53,9 +54,24 @@ def test_codecs_are_chosen_by_name() -> None:
     assert [opened(name).name for name in HOST_CODECS] == list(HOST_CODECS)
 
 
-def test_ans_is_refused_with_what_is_missing() -> None:
-    with pytest.raises(Unavailable, match=r"'ans': needs an NVIDIA GPU and nvCOMP"):
+def test_ans_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orbitkv.codecs.ans.cuda_unavailable", lambda: "no GPU: give it one")
+    with pytest.raises(Unavailable, match=r"'ans': needs an NVIDIA GPU and nvCOMP; no GPU: give"):
         opened("ans")
+
+
+def test_ans_is_refused_with_the_library_that_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("orbitkv.codecs.ans.cuda_unavailable", lambda: None)
+    with pytest.raises(Unavailable, match=r"/none/lib\.so: cannot be opened .*to get it: pip"):
+        open_codec("ans", rotation_seed=0, on_compile=quiet, nvcomp_library="/none/lib.so")
+
+
+def test_files_are_never_encoded_by_ans() -> None:
+    with pytest.raises(Unavailable, match=r"'ans': needs an NVIDIA GPU, and files .*: none, fp8"):
+        open_host_codec("ans", rotation_seed=0, on_compile=quiet)
+    assert open_host_codec("none", rotation_seed=0, on_compile=quiet).name == "none"
 
 
 def test_an_unknown_name_is_refused_with_what_is_accepted() -> None:

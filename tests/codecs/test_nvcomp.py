@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from orbitkv.codecs import nvcomp
-from orbitkv.codecs.cuda import ans
+from orbitkv.codecs import ans, nvcomp
 from orbitkv.codecs.nvcomp import (
     Alignments,
     CompressOptions,

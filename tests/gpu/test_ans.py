@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from orbitkv.codecs.base import SegmentSpec
+from orbitkv.codecs.ans import AnsCodec
+from orbitkv.codecs.base import SegmentSpec, reason_to_stay_raw
 from orbitkv.codecs.cuda import ans
-from orbitkv.codecs.cuda.ans import AnsCodec, AnsDevice, AnsSegments, cut, describe
-from orbitkv.codecs.cuda.kernels import Kernels, Span
+from orbitkv.codecs.cuda.ans import AnsDevice, AnsSegments, EncodePlan, cut, describe
+from orbitkv.codecs.cuda.kernels import Launcher, Span
 from orbitkv.codecs.cuda.tasks import SLOT, TASK
 from orbitkv.codecs.nvcomp import Kind, Nvcomp, open_nvcomp
 from orbitkv.config import KIB, MIB
@@ -53,7 +54,7 @@ def nvcomp() -> Nvcomp:
 
 
 @pytest.fixture(scope="session")
-def machine(cupy: ModuleType, launchers: Kernels, nvcomp: Nvcomp) -> Machine:
+def machine(cupy: ModuleType, launchers: Launcher, nvcomp: Nvcomp) -> Machine:
     return Machine(cupy, launchers, AnsDevice(nvcomp))
 
 
@@ -80,13 +81,18 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
 
 @dataclass
 class Encoded:
-    """A batch of objects, and tasks whose payloads are offsets in their objects."""
+    """A batch of objects, and tasks whose payloads are offsets in their objects.
+
+    Attributes:
+        coded_nbytes: Length that each task's payload has, or would have, by ANS. 0: not coded.
+    """
 
     tasks: npt.NDArray[np.void]
     results: npt.NDArray[np.void]
     crcs: npt.NDArray[np.uint32]
     images: list[bytes]
     counts: Sequence[int]
+    coded_nbytes: list[int]
 
     def payloads(self) -> list[tuple[int, int, int]]:
         """Of each task: its object, offset and length."""
@@ -105,10 +111,18 @@ class Decoded:
 class Machine:
     """Does what the lanes do with a batch: gather, encode, sum; then sum, decode, scatter."""
 
-    def __init__(self, cupy: ModuleType, kernels: Kernels, device: AnsDevice) -> None:
+    def __init__(self, cupy: ModuleType, launchers: Launcher, device: AnsDevice) -> None:
         self.cupy = cupy
-        self.kernels = kernels
+        self.compiled = launchers._kernels
         self.device = device
+
+    @property
+    def stream(self) -> int:
+        return int(self.cupy.cuda.get_current_stream().ptr)
+
+    @property
+    def kernels(self) -> Launcher:
+        return self.compiled.on(self.stream)
 
     def room(self, nbytes: int) -> Any:  # noqa: ANN401 - an array of CuPy's
         """Device memory at a multiple of 4 KiB, with a guard behind it."""
@@ -190,6 +204,7 @@ class Machine:
             self.kernels.gather(span, 0, count, max(lengths))
         self.device.enqueue_encode(
             plan,
+            self.stream,
             descriptors=at[2],
             tasks=at[1],
             crcs=at[3],
@@ -212,7 +227,21 @@ class Machine:
             start += nbytes
             first += tasks_of_object
         assert (everything[start:] == UNTOUCHED).all(), "written behind the last object"
-        return Encoded(tasks, results, crcs, images, counts)
+        coded_nbytes = self.coded_nbytes(plan, workspace.get())
+        return Encoded(tasks, results, crcs, images, counts, coded_nbytes)
+
+    def coded_nbytes(self, plan: EncodePlan, workspace: Bytes) -> list[int]:
+        """What payloads come to, from what nvCOMP said of each slice; 0 where it failed."""
+        count, found = len(plan.owners), []
+        at, _, status_at = plan.parts[2:5]
+        lengths = workspace[at : at + 8 * count].view(np.uint64).astype(np.int64)
+        statuses = workspace[status_at : status_at + 4 * count].view(np.int32)
+        for row in plan.rows:
+            mine = slice(int(row["slice_first"]), int(row["slice_first"]) + int(row["slices"]))
+            head_nbytes = align_up(12 + 4 * int(row["slices"]), 16)
+            coded = bool(row["word"] & 0xFF) and not statuses[mine].any()
+            found.append((head_nbytes + int((-(-lengths[mine] // 16) * 16).sum())) * coded)
+        return found
 
     def decode(
         self,
@@ -245,16 +274,17 @@ class Machine:
         descriptors = np.zeros(plan.descriptors_nbytes, np.uint8)
         plan.fill(descriptors, int(workspace.data.ptr))
         wanted = encoded.crcs if expected_crcs is None else np.array(expected_crcs, np.uint32)
-        zeros = np.array([crc32(bytes(nbytes)) for nbytes in tasks["stored_nbytes"]], np.uint32)
         on_device = [
             self.upload(values)
-            for values in (slots, tasks, descriptors, zeros ^ wanted, np.zeros(count, np.uint32))
+            for values in (slots, tasks, descriptors, wanted, np.zeros(count, np.uint32))
         ]
         at = [int(memory.data.ptr) for memory in on_device]
         span = Span(slots=at[0], tasks=at[1], crcs=at[3], faults=at[4], order=0)
+        self.device.enqueue_expect(self.stream, tasks=at[1], crcs=at[3], count=count)
         self.kernels.crc32(span, 0, count, int(tasks["stored_nbytes"].max()))
         self.device.enqueue_decode(
             plan,
+            self.stream,
             descriptors=at[2],
             tasks=at[1],
             crcs=at[3],
@@ -293,15 +323,19 @@ def check_images(encoded: Encoded, segments: Sequence[bytes], bound: Sequence[Bo
     for index, (owner, offset, nbytes) in enumerate(places):
         payload = encoded.images[owner][offset : offset + nbytes]
         assert encoded.crcs[index] == crc32(payload)
-        codec = bound[index]
-        if encoded.results[index]["format"] == Format.RAW:
+        codec, coded_nbytes = bound[index], encoded.coded_nbytes[index]
+        wanted = codec
+        if isinstance(codec, AnsSegments):
+            assert coded_nbytes, "nvCOMP failed"
+            wanted = reason_to_stay_raw(coded_nbytes, len(segments[index])) or RawReason.CHOSEN
+        assert encoded.results[index]["raw_reason"] == wanted
+        if wanted:
+            assert encoded.results[index]["format"] == Format.RAW
             assert payload == segments[index]
-            reason = encoded.results[index]["raw_reason"]
-            allowed = {RawReason.SAVES_TOO_LITTLE} if isinstance(codec, AnsSegments) else {codec}
-            assert reason in allowed
         else:
             assert isinstance(codec, AnsSegments)
-            assert nbytes <= codec.most_encoded_nbytes
+            assert encoded.results[index]["format"] == Format.ANS
+            assert nbytes == coded_nbytes <= codec.most_encoded_nbytes
             slices, slice_nbytes = cut(len(segments[index]))
             head = np.frombuffer(payload[: 12 + 4 * slices], np.uint32).astype(np.int64)
             assert head[:3].tolist() == [slices, slice_nbytes, codec.word]
@@ -327,7 +361,9 @@ def test_every_length_comes_back(machine: Machine, dtype: str) -> None:
         assert {Format.RAW} == set(encoded.results["format"][len(lengths) :].tolist()), "noise"
         decoded = machine.decode(encoded, bound, [len(one) for one in segments])
         assert decoded == Decoded(segments, [0] * len(segments), [0] * len(segments))
-    assert encoded.results["format"][LENGTHS.index(300_000)] == Format.ANS
+    # Of FP16's normal numbers nvCOMP saves about 12.5 %, so whether they are kept is its affair.
+    if dtype != "float16":
+        assert encoded.results["format"][LENGTHS.index(300_000)] == Format.ANS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -463,8 +499,8 @@ def test_another_crc_spares_nvcomp_and_the_page(machine: Machine) -> None:
     assert decoded.segments == [segments[0], bytes([UNTOUCHED]) * nbytes, segments[2]]
 
 
-def mutate(machine: Machine, rounds: int) -> None:
-    """Change bytes of payloads, with CRCs that say otherwise, and look at the neighbours."""
+def damage_payloads(machine: Machine, rounds: int) -> None:
+    """Change bytes of payloads, not their CRCs, and look at the neighbours."""
     codec = AnsCodec(machine.device.nvcomp)
     rng = np.random.default_rng(rounds)
     shapes = [
@@ -475,44 +511,31 @@ def mutate(machine: Machine, rounds: int) -> None:
     segments = [normal(nbytes, dtype, index) for index, (dtype, nbytes) in enumerate(shapes)]
     bound = [codec.bind(spec(nbytes, dtype)) for dtype, nbytes in shapes]
     encoded = machine.encode(segments, bound, (64,))
-    coded = np.flatnonzero(encoded.results["format"] == Format.ANS)
-    assert len(coded) >= DAMAGED
+    assert (encoded.results["format"] == Format.ANS).sum() >= DAMAGED
     places = encoded.payloads()
-    found = 0
     for _ in range(rounds):
         image = np.frombuffer(encoded.images[0], np.uint8).copy()
-        crcs = encoded.crcs.tolist()
-        chosen = set(rng.choice(coded, DAMAGED, replace=False).tolist())
+        chosen = set(rng.choice(64, DAMAGED, replace=False).tolist())
         for index in chosen:
             _, offset, stored_nbytes = places[index]
             most = min(stored_nbytes, int(rng.choice([16, 64, 512, stored_nbytes])))
-            at = offset + rng.integers(0, most, int(rng.integers(1, 9)))
-            image[at] = rng.integers(0, 256, len(at)) if rng.random() < 0.7 else 0xFF
-            crcs[index] = crc32(image[offset : offset + stored_nbytes])
-        decoded = machine.decode(
-            encoded, bound, lengths, images=[image.tobytes()], expected_crcs=crcs
-        )
-        assert not any(decoded.crcs)
-        for index, (fault, segment) in enumerate(
-            zip(decoded.faults, decoded.segments, strict=True)
-        ):
-            if index not in chosen:
-                assert fault == 0
-                assert segment == segments[index]
-            elif fault:
-                assert fault == UNDECODABLE
-                assert segment == bytes([UNTOUCHED]) * lengths[index], "a page of a bad unit"
-            found += bool(fault)
-    assert found, "no damage at all was noticed"
+            at = offset + rng.choice(most, int(rng.integers(1, 9)), replace=False)
+            image[at] ^= rng.integers(1, 256, len(at)).astype(np.uint8)
+        decoded = machine.decode(encoded, bound, lengths, images=[image.tobytes()])
+        assert not any(decoded.faults), "nvCOMP was shown a payload with another CRC"
+        for index, (crc, segment) in enumerate(zip(decoded.crcs, decoded.segments, strict=True)):
+            assert bool(crc) == (index in chosen)
+            untouched = bytes([UNTOUCHED]) * lengths[index]
+            assert segment == (untouched if index in chosen else segments[index])
     again = machine.decode(machine.encode(segments, bound, (64,)), bound, lengths)
     assert again == Decoded(segments, [0] * 64, [0] * 64), "the device is as good as before"
 
 
-def test_damage_behind_a_good_crc_harms_nothing_else(machine: Machine) -> None:
-    mutate(machine, 15)
+def test_damage_is_a_miss_and_harms_nothing_else(machine: Machine) -> None:
+    damage_payloads(machine, 15)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_ten_thousand_damages_harm_nothing_else(machine: Machine) -> None:
-    mutate(machine, -(-10_000 // DAMAGED))
+    damage_payloads(machine, -(-10_000 // DAMAGED))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,33 @@ import torch
 from orbitkv import Geometry, Manager, Miss, Restored, Role, Saved, Slot
 from orbitkv.cache.catalogue import Tier
 from orbitkv.codecs import open_codec
+from orbitkv.codecs.ans import AnsCodec, open_ans
+from orbitkv.codecs.cuda.ans import AnsDevice
 from orbitkv.codecs.slots import bind_slots
 from orbitkv.config import KIB, MIB
-from orbitkv.objects import HEADER_NBYTES, ROW, Format, RawReason, crc32, read_header, read_segments
+from orbitkv.errors import ConfigError, Unavailable
+from orbitkv.objects import (
+    HEADER_NBYTES,
+    ROW,
+    Format,
+    RawReason,
+    check_payloads,
+    crc32,
+    read_header,
+    read_segments,
+)
 from orbitkv.probe import cuda_unavailable
 from orbitkv.runtime import core
 from orbitkv.runtime.core import Instance
 from orbitkv.segment import HND, NHD, StateKey
 from tests.builders import WAIT_S, counters, flip_memory, model, numbered, page_hash, rest
+from tests.codecs.emulation import Cupy, Planes
 from tests.conftest import ManagerFactory
 from tests.emulated import EmulatedDevice, OnGpu
 
 PAGES = 12
 CODECS = ("none", "fp8", "turboquant-4", "turboquant-3")
+EXACT = ("none", "ans")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -183,6 +199,8 @@ def same(left: list[np.ndarray], right: list[np.ndarray]) -> bool:
 
 def decoded(codec: str, geometry: Geometry, page: list[np.ndarray]) -> list[np.ndarray]:
     """What the CPU codec alone makes of a page."""
+    if codec in EXACT:
+        return page
     opened = open_codec(codec, rotation_seed=0, on_compile=print)
     bound = bind_slots(opened, geometry, protect=opened.protects_layers)
     made = []
@@ -198,15 +216,46 @@ def decoded(codec: str, geometry: Geometry, page: list[np.ndarray]) -> list[np.n
     return made
 
 
+@pytest.fixture(scope="session")
+def ans(tmp_path_factory: pytest.TempPathFactory) -> AnsDevice:
+    """A CPU in a GPU's place, and zlib in nvCOMP's."""
+    return Cupy(tmp_path_factory.mktemp("kernels")).open(Planes())
+
+
 @pytest.fixture
-def opened(open_manager: ManagerFactory) -> ManagerFactory:
+def opened(
+    open_manager: ManagerFactory, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> ManagerFactory:
     def open_larger(**settings: object) -> Manager:
+        if settings.get("storage_codec") == "ans":
+            serve_ans(request, monkeypatch)
         return open_manager(**({"pool_nbytes": 32 * MIB} | settings))
 
     return open_larger
 
 
-@pytest.mark.parametrize("codec", CODECS)
+def serve_ans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let managers have ANS where the test's pages are, or skip it."""
+    chosen = request.node.callspec.params
+    device = chosen.get("device", chosen.get("gpu"))
+    if device == "cpu":
+        pytest.skip("a host neither encodes nor decodes ANS")
+    if device == "cuda":
+        library = os.environ.get("ORBITKV_NVCOMP_LIBRARY")
+        try:
+            codec = open_ans(library)
+        except Unavailable as error:
+            pytest.skip(str(error))
+    elif shutil.which("g++") is None:
+        pytest.skip("no g++")
+    else:
+        made = request.getfixturevalue("ans")
+        monkeypatch.setattr(EmulatedDevice, "ans", made)
+        codec = AnsCodec(made.nvcomp)
+    monkeypatch.setattr(core, "open_codec", lambda *_, **__: codec)
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "ans"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_come_back_as_the_cpu_codec_makes_them(
     opened: ManagerFactory, device: str, codec: str, layout: str
@@ -317,7 +366,7 @@ def forge_crc(image: np.ndarray) -> None:
     forge(image, 0, crc32=1)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [*CODECS, "ans"])
 @pytest.mark.parametrize(
     "damage", [damage_payload, damage_head, forge_format, forge_length, forge_crc]
 )
@@ -345,12 +394,14 @@ def test_damage_is_a_miss_of_that_page_and_its_neighbours_come_back(
     assert engine.save({page_hash(2): 1}).stored == (page_hash(2),), "it keeps a new save out"
 
 
-def test_both_directions_at_once(opened: ManagerFactory, device: str) -> None:
+@pytest.mark.parametrize("codec", EXACT)
+def test_both_directions_at_once(opened: ManagerFactory, device: str, codec: str) -> None:
     geometry = geometry_of()
-    engine = Pages(opened(), geometry, dense(geometry, device), emulated=device == "emulated")
+    manager = opened(storage_codec=codec)
+    engine = Pages(manager, geometry, dense(geometry, device), emulated=device == "emulated")
     before = engine.snapshot()
     engine.save(numbered(6))
-    manager, instance = engine.manager, engine.instance
+    instance = engine.instance
     for attempt in range(20):
         leases = [manager.query(instance, list(numbered(3, first=first))) for first in (0, 3)]
         targets = [{page_hash(first + n): 6 + first + n for n in range(3)} for first in (0, 3)]
@@ -367,9 +418,13 @@ def test_both_directions_at_once(opened: ManagerFactory, device: str) -> None:
         assert all(same(engine.snapshot()[6 + index], before[index]) for index in range(6))
 
 
-def test_many_batches_and_more_segments_than_one_takes(opened: ManagerFactory, device: str) -> None:
+@pytest.mark.parametrize("codec", EXACT)
+def test_many_batches_and_more_segments_than_one_takes(
+    opened: ManagerFactory, device: str, codec: str
+) -> None:
     geometry = geometry_of(layers=300, heads=1, head_dim=32, page_tokens=2)
-    engine = Pages(opened(), geometry, dense(geometry, device), emulated=device == "emulated")
+    manager = opened(storage_codec=codec)
+    engine = Pages(manager, geometry, dense(geometry, device), emulated=device == "emulated")
     before = engine.snapshot()
     assert len(engine.save(numbered(PAGES)).stored) == PAGES
     engine.poison()
@@ -377,9 +432,10 @@ def test_many_batches_and_more_segments_than_one_takes(opened: ManagerFactory, d
     assert all(map(same, engine.snapshot(), before))
 
 
-def test_a_full_pool_evicts_and_goes_on(opened: ManagerFactory, device: str) -> None:
+@pytest.mark.parametrize("codec", EXACT)
+def test_a_full_pool_evicts_and_goes_on(opened: ManagerFactory, device: str, codec: str) -> None:
     geometry = geometry_of(page_tokens=64)
-    manager = opened(pool_nbytes=4 * geometry.object_nbytes["attention"])
+    manager = opened(storage_codec=codec, pool_nbytes=4 * geometry.object_nbytes["attention"])
     engine = Pages(manager, geometry, dense(geometry, device), emulated=device == "emulated")
     for attempt in range(8):
         before = engine.snapshot()
@@ -394,10 +450,13 @@ def test_a_full_pool_evicts_and_goes_on(opened: ManagerFactory, device: str) -> 
         assert found >= 3
 
 
-def test_pages_come_back_from_ssd(opened: ManagerFactory, device: str, ssd_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["fp8", "ans"])
+def test_pages_come_back_from_ssd(
+    opened: ManagerFactory, device: str, ssd_path: Path, codec: str
+) -> None:
     geometry = geometry_of()
     engine = Pages(
-        opened(storage_codec="fp8", ssd_path=ssd_path, ssd_capacity_nbytes=8 * MIB),
+        opened(storage_codec=codec, ssd_path=ssd_path, ssd_capacity_nbytes=8 * MIB),
         geometry,
         dense(geometry, device),
         emulated=device == "emulated",
@@ -408,12 +467,16 @@ def test_pages_come_back_from_ssd(opened: ManagerFactory, device: str, ssd_path:
     engine.poison()
     assert len(engine.restore(numbered(6)).restored) == 6
     for index in range(6):
-        assert same(engine.snapshot()[index], decoded("fp8", geometry, before[index]))
+        assert same(engine.snapshot()[index], decoded(codec, geometry, before[index]))
 
 
-def test_cancelled_requests_leave_nothing_behind(opened: ManagerFactory, device: str) -> None:
+@pytest.mark.parametrize("codec", EXACT)
+def test_cancelled_requests_leave_nothing_behind(
+    opened: ManagerFactory, device: str, codec: str
+) -> None:
     geometry = geometry_of(page_tokens=64)
-    engine = Pages(opened(), geometry, dense(geometry, device), emulated=device == "emulated")
+    manager = opened(storage_codec=codec)
+    engine = Pages(manager, geometry, dense(geometry, device), emulated=device == "emulated")
     engine.save(numbered(6))
     for attempt in range(30):
         lease = engine.manager.query(engine.instance, list(numbered(6)))
@@ -483,7 +546,7 @@ def test_restored_pages_are_read_by_another_stream_through_the_event(
         assert torch.equal(read, before)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [*CODECS, "ans"])
 def test_arenas_stay_within_the_budget(opened: ManagerFactory, gpu: str, codec: str) -> None:
     budget_nbytes = MIB
     geometry = geometry_of(page_tokens=64)
@@ -504,7 +567,7 @@ def test_arenas_stay_within_the_budget(opened: ManagerFactory, gpu: str, codec: 
     assert not any(lane.streams for lane in manager.core._cuda_lanes)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [*CODECS, "ans"])
 @pytest.mark.parametrize("layout", ["hnd", "padded", "packed"])
 def test_pages_that_no_arena_holds_pass_through_the_host(
     opened: ManagerFactory, gpu: str, codec: str, layout: str
@@ -521,19 +584,23 @@ def test_pages_that_no_arena_holds_pass_through_the_host(
     outcome = engine.restore({name: 11 - index for name, index in numbered(5).items()})
     assert len(outcome.restored) == 5
     after = engine.snapshot()
-    kept = "none" if codec.startswith("turboquant") else codec
+    needs_room = codec == "ans" or codec.startswith("turboquant")
+    kept = "none" if needs_room else codec
     for index in range(5):
         assert same(after[11 - index], decoded(kept, geometry, before[index]))
         assert same(after[index], guard[index])
-    if codec.startswith("turboquant"):
-        assert counters(manager)["raw_no_budget"]
+    assert bool(counters(manager).get("raw_no_budget")) == needs_room
 
 
-@pytest.mark.gpu
 @pytest.mark.timeout(600)
-def test_memory_is_flat_over_ten_thousand_cycles(opened: ManagerFactory) -> None:
+@pytest.mark.parametrize("codec", EXACT)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_memory_is_flat_over_ten_thousand_cycles(
+    opened: ManagerFactory, device: str, codec: str
+) -> None:
     geometry = geometry_of(layers=2)
-    engine = Pages(opened(pool_nbytes=4 * MIB), geometry, dense(geometry, "cuda"))
+    manager = opened(storage_codec=codec, pool_nbytes=4 * MIB)
+    engine = Pages(manager, geometry, dense(geometry, device))
 
     def used() -> tuple[int, int]:
         free_nbytes, total_nbytes = torch.cuda.mem_get_info()
@@ -549,3 +616,121 @@ def test_memory_is_flat_over_ten_thousand_cycles(opened: ManagerFactory) -> None
     after = used()
     assert after[0] == before[0]
     assert after[1] - before[1] < 4 * MIB
+
+
+# What is ANS's own ------------------------------------------------------------------------------
+
+
+def ans_engine(opened: ManagerFactory, gpu: str, geometry: Geometry, **settings: object) -> Pages:
+    manager = opened(storage_codec="ans", **settings)
+    return Pages(manager, geometry, dense(geometry, gpu), emulated=gpu == "emulated")
+
+
+def test_ans_stores_normal_numbers_shorter_and_the_rest_raw(
+    opened: ManagerFactory, gpu: str
+) -> None:
+    """32 KiB of bfloat16 a segment, but for two: one of random words, one too short to be coded."""
+    slots = slots_of(3, heads=4, head_dim=128)
+    short = Slot(name="short", layer=3, role=Role.K, dtype="bfloat16", heads=1, head_dim=8)
+    geometry = Geometry(32, (*slots, short))
+    engine = ans_engine(opened, gpu, geometry)
+    words = np.random.default_rng(1).integers(0, 2**16, geometry.shape(slots[2], 1)[1:], np.uint16)
+    engine.words(slots[2], 1).copy_(torch.from_numpy(words.view(np.int16)))
+    before = engine.snapshot()
+    engine.save(numbered(6))
+    for index in range(6):
+        rows = read_header(engine.image(page_hash(index))).rows
+        formats = [row.format for row in rows]
+        wanted = [Format.ANS] * 6 + [Format.RAW]
+        if index == 1:
+            wanted[2] = Format.RAW
+            assert rows[2].raw_reason == RawReason.SAVES_TOO_LITTLE
+        assert formats == wanted
+        assert rows[6].raw_reason == RawReason.UNSUPPORTED_LAYOUT
+        check_payloads(engine.image(page_hash(index)), read_header(engine.image(page_hash(index))))
+    engine.poison()
+    assert len(engine.restore(numbered(6)).restored) == 6
+    assert all(map(same, engine.snapshot()[:6], before[:6]))
+    seen = counters(engine.manager)
+    assert seen["encoded_segments"] == 35
+    assert seen["raw_saves_too_little"] == 1
+    assert seen["raw_unsupported_layout"] == 6
+    assert seen["encoded_original_nbytes"] == 35 * 32 * KIB
+    assert seen["encoded_original_nbytes"] > 1.2 * seen["encoded_stored_nbytes"]
+
+
+def test_ans_takes_pages_of_several_groups_and_dtypes(opened: ManagerFactory, gpu: str) -> None:
+    fields: dict[str, Any] = {"heads": 4, "head_dim": 64}
+    geometry = Geometry(
+        32,
+        (
+            Slot(name="a", layer=0, role=Role.K, dtype="bfloat16", **fields),
+            Slot(name="b", layer=0, role=Role.V, dtype="float16", **fields),
+            Slot(name="c", layer=1, role=Role.KV, dtype="float32", group="recurrent", **fields),
+            Slot(name="d", layer=2, role=Role.KV, dtype="bfloat16", group="recurrent", **fields),
+        ),
+    )
+    engine = ans_engine(opened, gpu, geometry)
+    before = engine.snapshot()
+    assert len(engine.save(numbered(6)).stored) == 6
+    flip_memory(engine.image(page_hash(2)), 4096, 1)
+    engine.poison()
+    guard = engine.snapshot()
+    outcome = engine.restore(numbered(6))
+    assert outcome.missed == (page_hash(2),), "both groups of a page, or none"
+    after = engine.snapshot()
+    assert all(same(after[index], before[index]) for index in (0, 1, 3, 4, 5))
+    assert same(after[2], guard[2])
+
+
+def test_ans_refuses_tensors_of_a_host(opened: ManagerFactory, gpu: str) -> None:
+    manager = opened(storage_codec="ans")
+    geometry = geometry_of(layers=1)
+    with pytest.raises(ConfigError, match="'ans', and tensors on the CPU"):
+        manager.register(geometry, dense(geometry, "cpu"), model=model())
+
+
+def test_ans_segments_are_a_miss_where_the_budget_holds_no_page(
+    opened: ManagerFactory, gpu: str, ssd_path: Path
+) -> None:
+    """Saved under one budget, found on SSD under another."""
+    geometry = geometry_of()
+    kept = {"ssd_path": ssd_path, "ssd_capacity_nbytes": 8 * MIB, "ssd_persist": True}
+    first = ans_engine(opened, gpu, geometry, **kept)
+    first.save(numbered(3))
+    assert first.manager.flush().unwritten == 0
+    first.manager.close()
+    second = ans_engine(opened, gpu, geometry, storage_codec_budget_nbytes=16 * KIB, **kept)
+    before = second.snapshot()
+    assert set(second.restore(numbered(3)).missed) == set(numbered(3))
+    assert len(second.save(numbered(3)).stored) == 3, "they keep a new save out"
+    second.poison()
+    assert len(second.restore(numbered(3)).restored) == 3
+    assert all(map(same, second.snapshot()[:3], before[:3]))
+
+
+def test_random_damage_to_ans_payloads_is_a_miss_of_its_page(
+    opened: ManagerFactory, gpu: str
+) -> None:
+    """CRCs are left as they are; nvCOMP is not shown a byte of what they do not fit."""
+    geometry = geometry_of(layers=2)
+    engine = ans_engine(opened, gpu, geometry)
+    rng = np.random.default_rng(5)
+    before = engine.snapshot()
+    sources = numbered(6)
+    moved = {name: 6 + index for name, index in sources.items()}
+    engine.save(sources)
+    for _ in range(30):
+        damaged = [page_hash(int(n)) for n in rng.choice(6, int(rng.integers(1, 4)), replace=False)]
+        for name in damaged:
+            image = engine.image(name)
+            rows = read_header(image).rows
+            row = rows[int(rng.integers(len(rows)))]
+            places = rng.choice(row.stored_nbytes, int(rng.integers(1, 9)), replace=False)
+            image[row.offset + places] ^= rng.integers(1, 256, len(places)).astype(np.uint8)
+        outcome = engine.restore(moved)
+        assert set(outcome.missed) == set(damaged)
+        after = engine.snapshot()
+        for name, index in sources.items():
+            assert name in damaged or same(after[moved[name]], before[index])
+        assert set(engine.save({name: sources[name] for name in damaged}).stored) == set(damaged)

@@ -2,7 +2,7 @@
 
 A batch is *planned* on the host, which costs no device time and says how much memory it takes; then
 its descriptors are *filled* in, uploaded by the caller with all else of the batch, and the work is
-*enqueued* on CuPy's current stream. Nothing waits, and only the caller knows when it is over.
+*enqueued* on a stream. Nothing waits, and only the caller knows when it is over.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from orbitkv.codecs.base import MOST_SOURCE_NBYTES, Addresses, SegmentSpec
-from orbitkv.codecs.cuda.kernels import OPTIONS, source
-from orbitkv.codecs.nvcomp import Kind, Nvcomp, Slices, open_nvcomp
+from orbitkv.codecs.base import Addresses, SegmentSpec
+from orbitkv.codecs.cuda import driver
+from orbitkv.codecs.cuda.source import OPTIONS, source
+from orbitkv.codecs.nvcomp import Kind, Nvcomp, Slices
 from orbitkv.config import KIB, MIB
-from orbitkv.errors import DeviceFault, Unavailable
+from orbitkv.errors import DeviceFault, Unavailable, Undecodable
 from orbitkv.objects import (
     HEADER_NBYTES,
     OBJECT_ALIGN_NBYTES,
@@ -29,12 +30,9 @@ from orbitkv.objects import (
     RawReason,
     align_up,
 )
-from orbitkv.probe import cuda_unavailable
 
-VERSION = 1  # of the payload around the coded slices
 SLICE_NBYTES = 64 * KIB  # longest that an encoder cuts
 MOST_SLICE_NBYTES = MIB  # that a decoder takes
-LEAST_SOURCE_NBYTES = 4 * KIB
 ADDRESS_ALIGN_NBYTES = 16
 
 ROW = np.dtype(
@@ -63,11 +61,6 @@ SPARE = np.dtype(
 Rows = npt.NDArray[np.void]
 _Indices = npt.NDArray[np.int64]
 
-_KINDS = {
-    "bfloat16": Kind.FLOAT16,
-    "float16": Kind.FLOAT16,
-    "float8_e4m3fn": Kind.FLOAT8_E4M3,
-}
 _RAW_KIND = 255  # sorts behind every kind
 _ROOM_ALIGN_NBYTES = 256
 _SPARE_NBYTES = 4 * KIB
@@ -82,34 +75,6 @@ SLACK_NBYTES = KIB  # of a batch: its parts start on boundaries
 
 
 @dataclass(frozen=True, eq=False)
-class AnsCodec:
-    """nvCOMP's ANS: lossless, for any dtype, on a GPU only."""
-
-    nvcomp: Nvcomp
-    name = "ans"
-    format = Format.ANS
-    protects_layers = False
-
-    @property
-    def identity(self) -> str:
-        """Name and version of the payload, and whose coded slices it holds."""
-        return f"ans, {VERSION}, nvCOMP {self.nvcomp.generation}"
-
-    def bind(self, spec: SegmentSpec) -> AnsSegments | RawReason:
-        """Take segments of 4 KiB to 16 MiB."""
-        if spec.original_nbytes < LEAST_SOURCE_NBYTES:
-            return RawReason.UNSUPPORTED_LAYOUT
-        if spec.original_nbytes > MOST_SOURCE_NBYTES:
-            return RawReason.OVERSIZED
-        kind = _KINDS.get(spec.dtype, Kind.BYTES)
-        _, slice_nbytes = cut(spec.original_nbytes)
-        room_nbytes = self.nvcomp.max_output_nbytes(kind, slice_nbytes)
-        return AnsSegments(
-            spec, kind, self.nvcomp.generation, align_up(room_nbytes, _ROOM_ALIGN_NBYTES)
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class AnsSegments:
     """ANS for segments of one spec. Their payloads' lengths depend on their values.
 
@@ -120,11 +85,15 @@ class AnsSegments:
 
     spec: SegmentSpec
     kind: Kind
-    generation: int
+    nvcomp: Nvcomp
     room_nbytes: int
     format = Format.ANS
     encoded_nbytes = None
-    kernel = ("ans",)
+
+    @property
+    def kernel(self) -> tuple[Any, ...]:
+        """The kernels around nvCOMP, which are the same for every spec."""
+        return ("ans", self.nvcomp)
 
     @property
     def most_encoded_nbytes(self) -> int:
@@ -135,28 +104,18 @@ class AnsSegments:
     @property
     def word(self) -> int:
         """Generation and kind, as payloads and rows hold them."""
-        return self.generation | self.kind << 8
+        return self.nvcomp.generation | self.kind << 8
 
     def encode(self, *_: object) -> NoReturn:
         """Refuse: the work of a GPU, a batch at a time."""
-        raise Unavailable("storage codec 'ans': encodes and decodes on an NVIDIA GPU only")
+        raise Unavailable("storage codec 'ans': encodes on an NVIDIA GPU only")
 
-    encode_many = decode = decode_many = encode
+    def decode(self, *_: object) -> NoReturn:
+        """Refuse: the work of a GPU, a batch at a time."""
+        raise Undecodable("storage codec 'ans': decodes on an NVIDIA GPU only")
 
-
-def open_ans(library: str | None) -> AnsCodec:
-    """Open nvCOMP for a machine with a GPU. Touches no device.
-
-    Args:
-        library: nvCOMP's, as ``open_nvcomp`` takes it.
-
-    Raises:
-        Unavailable: there is no driver, GPU or CuPy, or no nvCOMP of a known ABI.
-    """
-    reason = cuda_unavailable()
-    if reason is not None:
-        raise Unavailable(f"storage codec 'ans': needs an NVIDIA GPU and nvCOMP; {reason}")
-    return AnsCodec(open_nvcomp(library))
+    encode_many = encode
+    decode_many = decode
 
 
 def cut(original_nbytes: int) -> tuple[int, int]:
@@ -375,17 +334,24 @@ class AnsDevice:
         import cupy  # noqa: PLC0415 - only where there is a GPU
 
         self.nvcomp = nvcomp
-        self._current_stream = cupy.cuda.get_current_stream
         module = cupy.RawModule(code=source("ans.cu"), options=OPTIONS)
-        self._layout = module.get_function("ans_layout").kernel
-        self._pack = module.get_function("ans_pack").kernel
-        self._unpack = module.get_function("ans_unpack").kernel
-        self._judge = module.get_function("ans_judge").kernel
+
+        def kernel(name: str, addresses: int) -> driver.Kernel:
+            function = module.get_function(name).kernel
+            return driver.Kernel(name, int(function.ptr), "Q" * addresses + "I")
+
+        self._layout = kernel("ans_layout", 8)
+        self._pack = kernel("ans_pack", 9)
+        self._expect = kernel("ans_expect", 2)
+        self._unpack = kernel("ans_unpack", 9)
+        self._judge = kernel("ans_judge", 6)
+        self._held = module
         self._spare_memory, self._spares = self._make_spares(cupy)
 
     def enqueue_encode(
         self,
         plan: EncodePlan,
+        stream: int,
         *,
         descriptors: int,
         tasks: int,
@@ -397,6 +363,7 @@ class AnsDevice:
         """Encode a batch into whole objects, all but their headers and tables.
 
         Args:
+            stream: A ``cudaStream_t``.
             descriptors: Of what ``plan.fill`` wrote: a multiple of 16.
             tasks: Of ``TASK``[tasks]: receives each one's payload and stored_nbytes.
             crcs: Of uint32[tasks]: receives the CRC of as many zero bytes, to which the CRC kernel
@@ -411,7 +378,6 @@ class AnsDevice:
             descriptors + offset for offset in plan.uploads
         )
         _, temp, coded, starts, statuses, offsets, _ = (workspace + offset for offset in plan.parts)
-        stream = int(self._current_stream().ptr)
         for group in plan.groups:
             words, lengths = 4 * group.first, 8 * group.first
             slices = Slices(
@@ -426,27 +392,27 @@ class AnsDevice:
                 temp_nbytes=group.temp_nbytes,
             )
             self.nvcomp.compress_async(slices, group.most_slice_nbytes, stream)
-        number = np.uint32(count)
-        self._layout(
-            (1,),
-            (_LAYOUT_BLOCK,),
-            (
-                *_pointers(tasks, rows, coded, statuses, offsets, results, starts, output),
-                number,
-            ),
+        self._layout.launch(
+            *(1, _LAYOUT_BLOCK, stream),
+            *(tasks, rows, coded, statuses, offsets, results, starts, output, count),
         )
-        self._pack(
-            (-(-count // _BLOCK) + _PARTS * len(plan.owners),),
-            (_BLOCK,),
-            (
-                *_pointers(tasks, rows, owners, targets, coded, offsets, results, starts, crcs),
-                number,
-            ),
+        self._pack.launch(
+            *(-(-count // _BLOCK) + _PARTS * len(plan.owners), _BLOCK, stream),
+            *(tasks, rows, owners, targets, coded, offsets, results, starts, crcs, count),
         )
+
+    def enqueue_expect(self, stream: int, *, tasks: int, crcs: int, count: int) -> None:
+        """Preset CRCs so that the CRC kernel makes them zero where payloads have what they tell.
+
+        Args:
+            crcs: Of uint32[count]: those that are expected.
+        """
+        self._expect.launch(-(-count // _BLOCK), _BLOCK, stream, tasks, crcs, count)
 
     def enqueue_decode(
         self,
         plan: DecodePlan,
+        stream: int,
         *,
         descriptors: int,
         tasks: int,
@@ -459,7 +425,12 @@ class AnsDevice:
         What was encoded and stands is then the payload of its task, as if it had been stored raw;
         what does not stand has a fault.
 
+        The CRC is what guards nvCOMP: given a stream that is damaged behind a right CRC, 5.3 has
+        been seen to end in cudaErrorIllegalAddress, which takes the whole process's context with
+        it. So of a payload with another CRC, nvCOMP is not shown a byte.
+
         Args:
+            stream: A ``cudaStream_t``.
             descriptors: Of what ``plan.fill`` wrote.
             tasks: Of ``TASK``[tasks]: payloads of those that were encoded are replaced.
             crcs: Of uint32[tasks]: zero where the CRC was met.
@@ -471,19 +442,14 @@ class AnsDevice:
         _, temp, sources, source_nbytes, targets, rooms, found, statuses, _ = (
             workspace + offset for offset in plan.parts
         )
-        count = np.uint32(len(plan.rows))
-        grid = (-(-len(plan.rows) * _WARP // _BLOCK),)
+        count = len(plan.rows)
+        shape = (-(-count * _WARP // _BLOCK), _BLOCK, stream)
         spares = int(self._spares.data.ptr)
-        self._unpack(
-            grid,
-            (_BLOCK,),
-            (
-                *_pointers(tasks, descriptors, crcs, faults, spares),
-                *_pointers(sources, source_nbytes, targets, rooms),
-                count,
-            ),
+        self._unpack.launch(
+            *shape,
+            *(tasks, descriptors, crcs, faults, spares),
+            *(sources, source_nbytes, targets, rooms, count),
         )
-        stream = int(self._current_stream().ptr)
         for group in plan.groups:
             words, lengths = 4 * group.first, 8 * group.first
             slices = Slices(
@@ -498,11 +464,7 @@ class AnsDevice:
                 temp_nbytes=group.temp_nbytes,
             )
             self.nvcomp.decompress_async(slices, rooms + lengths, stream)
-        self._judge(
-            grid,
-            (_BLOCK,),
-            (*_pointers(tasks, descriptors, faults, rooms, found, statuses), count),
-        )
+        self._judge.launch(*shape, *(tasks, descriptors, faults, rooms, found, statuses, count))
 
     def _make_spares(self, cupy: Any) -> tuple[list[Any], Any]:  # noqa: ANN401 - a module
         """Code a slice of each kind, and see that it decodes to what it was.
@@ -513,7 +475,7 @@ class AnsDevice:
         pattern = (np.arange(_SPARE_NBYTES, dtype=np.int64) ** 2 >> 5).astype(np.uint8)
         original = cupy.asarray(pattern)
         memory, spares = [original], np.zeros(len(Kind), SPARE)
-        stream = int(self._current_stream().ptr)
+        stream = int(cupy.cuda.get_current_stream().ptr)
         for kind in Kind:
             sizes = (kind, 1, _SPARE_NBYTES, _SPARE_NBYTES)
             encode_temp_nbytes = self.nvcomp.compress_temp_nbytes(*sizes)
@@ -659,7 +621,3 @@ def _check_addresses(addresses: Addresses, alignment: int, name: str) -> None:
     if (addresses % alignment).any():
         bad = int(addresses[np.flatnonzero(addresses % alignment)[0]])
         raise ValueError(f"{name} at {bad:#x}; accepted: multiples of {alignment}")
-
-
-def _pointers(*addresses: int) -> tuple[np.uint64, ...]:
-    return tuple(np.uint64(address) for address in addresses)

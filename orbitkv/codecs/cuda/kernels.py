@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from orbitkv.codecs import tables
 from orbitkv.codecs.cuda import crc_tables, driver
+from orbitkv.codecs.cuda.ans import AnsDevice, DecodePlan, EncodePlan
 from orbitkv.codecs.cuda.crc_tables import LINE_NBYTES, zeros_crc32
+from orbitkv.codecs.cuda.source import OPTIONS, source
 from orbitkv.codecs.cuda.tasks import Kernel, Launch, Span
 
 __all__ = ["OPTIONS", "Kernels", "Launcher", "Span", "source", "zeros_crc32"]
-
-OPTIONS = ("--std=c++17", "--fmad=false")  # each operation rounds by itself, as docs/codecs.md says
-
-_HERE = Path(__file__).parent
-_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 
 # As in pages.cuh.
 _BLOCK_WARPS = 8
@@ -34,27 +29,6 @@ _STEP_ELEMENTS = 1024  # that one of its warps works on at once
 _MOST_STEPS = 8
 _FEWEST_LINES, _MOST_LINES = 8, 32  # of a warp: all its loads at once, or less to do around them
 _MOVE_BLOCKS = 8
-
-
-def source(name: str) -> str:
-    """A file of kernels with what it includes in its place, each header once.
-
-    CuPy keeps compiled kernels by their text, so a changed header has to change the text.
-    """
-    seen: set[str] = set()
-
-    def inlined(file: str) -> str:
-        def include(match: re.Match[str]) -> str:
-            header = match[1]
-            if header in seen:
-                return ""
-            seen.add(header)
-            return inlined(header)
-
-        text = (_HERE / file).read_text(encoding="utf-8")
-        return _INCLUDE.sub(include, text).replace("#pragma once\n", "")
-
-    return inlined(name)
 
 
 class TurboQuant(NamedTuple):
@@ -94,6 +68,7 @@ class Kernels:
             for name in names
         }
         self.turboquant: dict[Kernel, TurboQuant] = {}
+        self.ans: AnsDevice | None = None
 
     def on(self, stream: int) -> Launcher:
         """Start kernels on a ``cudaStream_t``."""
@@ -103,6 +78,8 @@ class Kernels:
         """Make ready for tasks that need this kernel."""
         if kernel[0] == "turboquant" and kernel not in self.turboquant:
             self.turboquant[kernel] = self._load_turboquant(kernel)
+        elif kernel[0] == "ans" and self.ans is None:
+            self.ans = AnsDevice(kernel[1])
 
     def _load_turboquant(self, kernel: Kernel) -> TurboQuant:
         _, bits, head_dim, *_, is_half, seed = kernel  # K and V alike
@@ -216,6 +193,23 @@ class Launcher:
     def crc32(self, span: Span, first: int, count: int, most_stored_nbytes: int) -> None:
         """Add to the CRCs of payloads, here of the tasks ``[first, first + count)``."""
         self._start("crc32", span._replace(order=0), first, count, most_stored_nbytes)
+
+    def encode_ans(self, plan: EncodePlan, **at: int) -> None:
+        """Encode a batch by nvCOMP, as ``AnsDevice.enqueue_encode`` says. CRCs are preset."""
+        self._ans.enqueue_encode(plan, self._stream, **at)
+
+    def expect_ans(self, *, tasks: int, crcs: int, count: int) -> None:
+        """Preset the CRCs of a batch on a restore."""
+        self._ans.enqueue_expect(self._stream, tasks=tasks, crcs=crcs, count=count)
+
+    def decode_ans(self, plan: DecodePlan, **at: int) -> None:
+        """Decode a batch by nvCOMP, as ``AnsDevice.enqueue_decode`` says."""
+        self._ans.enqueue_decode(plan, self._stream, **at)
+
+    @property
+    def _ans(self) -> AnsDevice:
+        assert self._kernels.ans, "a codec that no registration has loaded"
+        return self._kernels.ans
 
     def move(self, target: int, source: int, nbytes: int) -> None:
         """Copy whole words between the device and pinned host memory, without a copy engine.

@@ -66,6 +66,16 @@ def describe_slots(tensors: PagedTensors) -> npt.NDArray[np.void]:
     return described
 
 
+def are_runs(described: npt.NDArray[np.void]) -> bool:
+    """Whether every segment of ``SLOT``[slots] is one run, on a boundary of 16."""
+    inner_nbytes = described["inner"] * described["row_nbytes"].astype(np.int64)
+    dense = (described["inner_stride"] == described["row_nbytes"]) & (
+        described["outer_stride"] == inner_nbytes
+    )
+    starts = described["base"].astype(np.int64) | described["page_stride"]
+    return bool(np.all(dense & (starts % WIDEST_ACCESS_NBYTES == 0)))
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Tasks that one kernel works on: ``order[first : first + count]``."""
@@ -161,20 +171,41 @@ def _write_order(kernels: Mapping[Kernel, tuple[Words, int]], order: Words) -> l
     return launches
 
 
-class Tasks:
-    """The tasks of one batch, in host memory that kernels read and write as well.
-
-    CRCs are preset to those of zeros, so that kernels make them the payloads'.
+class TaskTable:
+    """Room for the tasks of one batch, in host memory that kernels read and write as well.
 
     Args:
         scratch: uint8[``tasks_nbytes``] or more, pinned host memory.
         address: Where the device has as many bytes for them.
         slots: Device address of the registration's slots.
-        units: Numbers of the items that stand or fall together, neighbours. None: each by itself.
+        starts: Number of each object's first task, and of all tasks.
 
     Attributes:
         tasks, crcs, faults, order: Views of ``scratch``.
-        starts: Number of each item's first task, and of all tasks.
+        results: Offset and length of CRCs and faults in it.
+        span: Where the device has them.
+    """
+
+    def __init__(self, scratch: Bytes, address: int, slots: int, starts: list[int]) -> None:
+        self.starts = starts
+        self.count = count = starts[-1]
+        self.tasks, self.crcs, self.faults, self.order = _views(scratch, count)
+        self.nbytes = count * _TASK_NBYTES
+        crcs_at = count * TASK.itemsize
+        faults_at, order_at = crcs_at + 4 * count, crcs_at + 8 * count
+        self.results = (crcs_at, 8 * count)
+        self.span = Span(slots, address, address + crcs_at, address + faults_at, address + order_at)
+
+
+class Tasks(TaskTable):
+    """The tasks of one batch of objects of which layouts tell the lengths.
+
+    CRCs are preset to those of zeros, so that kernels make them the payloads'.
+
+    Args:
+        units: Numbers of the items that stand or fall together, neighbours. None: each by itself.
+
+    Attributes:
         launches: One a kernel, over the task numbers in ``order``.
     """
 
@@ -186,16 +217,10 @@ class Tasks:
         items: Sequence[Item],
         units: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.starts = [0]
+        starts = [0]
         for item in items:
-            self.starts.append(self.starts[-1] + len(item.layout.places))
-        self.count = count = self.starts[-1]
-        self.tasks, self.crcs, self.faults, self.order = _views(scratch, count)
-        self.nbytes = count * _TASK_NBYTES
-        crcs_at = count * TASK.itemsize
-        faults_at, order_at = crcs_at + 4 * count, crcs_at + 8 * count
-        self.results = (crcs_at, 8 * count)
-        self.span = Span(slots, address, address + crcs_at, address + faults_at, address + order_at)
+            starts.append(starts[-1] + len(item.layout.places))
+        super().__init__(scratch, address, slots, starts)
         if all(item.layout is items[0].layout for item in items):
             pattern = _pattern(items[0].layout, len(items))
             scratch[: self.nbytes] = pattern.image
