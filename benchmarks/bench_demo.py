@@ -373,7 +373,7 @@ def main() -> int:
     shaped = arguments.add_argument_group("with --shape")
     shaped.add_argument("--tokens", type=int, default=4097, help="whole pages and one, for graphs")
     shaped.add_argument("--page-tokens", type=int, default=128)
-    shaped.add_argument("--bands", type=int, default=6)
+    shaped.add_argument("--bands", type=int, default=3)
     shaped.add_argument("--codec", choices=STORAGE_CODECS, default="none")
     shaped.add_argument("--new-tokens", type=int, default=32)
     args = arguments.parse_args()

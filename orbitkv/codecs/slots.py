@@ -185,7 +185,7 @@ def bind_slots(codec: Codec, geometry: Geometry, *, protect: bool) -> SlotCodecs
         group: lay_out(found, geometry, slots, {}) for group, slots in geometry.groups.items()
     }
     together = None
-    if isinstance(codec, GpuCodec):
+    if isinstance(codec, GpuCodec) and any(found.codec_of(slot) for slot in range(len(codecs))):
         together = codec.bind_together(codecs, geometry.segment_nbytes)
     return SlotCodecs(found.codecs, layouts, together)
 

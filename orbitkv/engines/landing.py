@@ -23,6 +23,9 @@ from orbitkv.stages.ticket import Failed, Outcome, Restored, Saved, Ticket
 # While one band is copied the next one waits behind it. Were more asked for at once, their batches
 # would take turns, and all bands would come at the end.
 
+# So that there is no gap between two; to ask for more at once would hold up the first.
+_BANDS_UNDER_WAY = 2
+
 ModelConfig = Any  # transformers.PreTrainedConfig
 
 
@@ -93,7 +96,7 @@ class Arrival:
         hashes: Of the prefix's pages; as many of them are restored as there are, and have room.
 
     Attributes:
-        pages: Pages that all bands have brought, or still may. It only falls.
+        pages: Pages that all bands asked for so far have brought, or still may. It only falls.
     """
 
     def __init__(self, manager: Manager, landing: Landing, hashes: Sequence[bytes]) -> None:
@@ -104,7 +107,7 @@ class Arrival:
         self._arrived = 0
         self.pages = min(len(hashes), landing.pages)
         landing.expect(self)
-        for _ in landing.instances:  # all at once: the lanes take them in turn, without a gap
+        for _ in landing.instances[:_BANDS_UNDER_WAY]:
             self._ask()
 
     def wait(self, band: int) -> int:
@@ -121,6 +124,8 @@ class Arrival:
             lease, ticket = self._asked[self._arrived]
             outcome = ticket.result()
             self._arrived += 1
+            if len(self._asked) < len(self._landing.instances):
+                self._ask()
             if isinstance(outcome, Failed):
                 raise outcome.error
             placed: frozenset[bytes] = frozenset()
