@@ -295,7 +295,7 @@ class NvcompCrc32:
         found, states = cupy.zeros(count, np.uint32), cupy.zeros(count, np.int32)
         # nvcompBatchedCRC32Opts_t: CRC-32/ISO-HDLC; one warp a message, 16 bytes a read.
         options = struct.pack(
-            "<II??2xI16xiii20x64x", 0x04C11DB7, 2**32 - 1, True, True, 2**32 - 1, 0, 16, 1
+            "<IIBB2xI16xiii20x64x", 0x04C11DB7, 2**32 - 1, 1, 1, 2**32 - 1, 0, 16, 1
         )
         given = (ctypes.c_char * len(options)).from_buffer_copy(options)
 

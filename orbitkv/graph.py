@@ -20,7 +20,7 @@ UNNAMED_PORT = "?"
 
 OnFull = Literal["wait", "drop"]
 LANE_KINDS: Mapping[str, str] = {
-    "stream": "one CUDA stream; one host thread where the manager has no CUDA device",
+    "stream": "a CUDA stream on each GPU with registered pages, one for bulk copies; else a thread",
     "host": "one host thread",
     "ring": "io_uring, or a preadv pool where it is not permitted",
     "file": "cuFile through KvikIO",
