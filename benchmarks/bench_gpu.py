@@ -512,7 +512,7 @@ def bench_graphs(codecs: list[str], *, as_json: bool) -> None:
     out, back = pinned_gb_s(GIB)
     rows: list[tuple[object, ...]] = [("pinned copy of 1 GiB", "", "", out, back, "", "")]
     for codec in codecs:
-        for segment_nbytes, layers in ((256 * KIB, 36), (256 * KIB, 61), (64 * KIB, 36)):
+        for segment_nbytes, layers in ((256 * KIB, 36), (64 * KIB, 36)):
             made = geometry(segment_nbytes, layers)
             pages = GIB // made.page_nbytes
             with managed(codec, 5 * GIB) as manager:

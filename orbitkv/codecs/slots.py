@@ -105,6 +105,11 @@ class Layout:
         return range(int(offsets[0]), int(offsets[-1]) + int(self.rows["stored_nbytes"][-1]))
 
     @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """Of each segment."""
+        return tuple(place.slot for place in self.places)
+
+    @cached_property
     def nbytes(self) -> int:
         """Length of the object, a multiple of 4 KiB."""
         return align_up(self.payloads.stop, OBJECT_ALIGN_NBYTES)

@@ -20,10 +20,8 @@ from orbitkv.runtime.core import Instance, PrefixLease
 from orbitkv.runtime.manager import Manager
 from orbitkv.stages.ticket import Failed, Outcome, Restored, Saved, Ticket
 
-# While one band is copied the next one waits behind it. Were more asked for at once, their batches
-# would take turns, and all bands would come at the end.
-
-# So that there is no gap between two; to ask for more at once would hold up the first.
+# While one band is copied the next one waits behind it, so that there is no gap between the two. To
+# ask for more at once takes the caller's time, and the first band would be noticed later.
 _BANDS_UNDER_WAY = 2
 
 ModelConfig = Any  # transformers.PreTrainedConfig
@@ -160,12 +158,12 @@ class Arrival:
 
     def _ask(self) -> None:
         instance = self._landing.instances[len(self._asked)]
-        lease = self._manager.query(instance, self._hashes[: self.pages])
-        self.pages = len(lease.hashes)
-        places = {page_hash: index for index, page_hash in enumerate(lease.hashes)}
         # A forward may still read what the landing held before.
         ready = mark_stream(self._landing.device)
-        self._asked.append((lease, self._manager.restore(lease, places, ready=ready)))
+        with self._manager.query(instance, self._hashes[: self.pages]) as lease:
+            self.pages = len(lease.hashes)
+            places = {page_hash: index for index, page_hash in enumerate(lease.hashes)}
+            self._asked.append((lease, self._manager.restore(lease, places, ready=ready)))
 
 
 class SaveTicket:

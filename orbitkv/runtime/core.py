@@ -36,7 +36,7 @@ from orbitkv.objects import OBJECT_ALIGN_NBYTES, align_up
 from orbitkv.pipeline import load_pipeline
 from orbitkv.runtime.channel import ChannelStatistics
 from orbitkv.runtime.cuda import CudaLane, Device
-from orbitkv.runtime.lanes import BlockingEvent, HostLane
+from orbitkv.runtime.lanes import BlockingEvent, HostLane, drain_task
 from orbitkv.runtime.preadv import PreadLane
 from orbitkv.runtime.runtime import NodeStatistics, OwnedLane, Runtime
 from orbitkv.runtime.uring import RingLane, open_io_lane
@@ -180,6 +180,7 @@ class Core:
         self._io_lanes: list[RingLane | PreadLane] = []
         self._cuda_lanes: list[CudaLane] = []
         self._devices: dict[int, Device] = {}
+        self._opening = asyncio.Lock()
         self._log = _logger()
 
     async def __aenter__(self) -> Self:
@@ -225,6 +226,8 @@ class Core:
     ) -> None:
         """Take nothing new, release what callers hold, and let what they submitted end."""
         self.closing = True
+        async with self._opening:
+            pass  # a thread that pins the pool, or loads kernels, ends before either goes
         async with self._opened:
             for lease in tuple(self._leases):
                 self._release(lease)
@@ -326,14 +329,21 @@ class Core:
 
     async def _open_device(self, tensors: PagedTensors) -> None:
         """Give every lane a stream on the GPU that holds the tensors, and tell it their slots."""
-        assert tensors.device is not None
-        device = self._devices.get(tensors.device)
-        if device is None:
-            device = await asyncio.to_thread(Device, tensors.device, self.catalogue.pool)
-            device = self._devices.setdefault(tensors.device, device)
-        for lane in self._cuda_lanes:
-            lane.open_device(device)
-        await asyncio.to_thread(device.prepare, tensors, self._bound[tensors.geometry])
+        ordinal = tensors.device
+        assert ordinal is not None
+        async with self._opening:  # one at a time: the pool is pinned once
+            if self.closing:
+                raise Closed("the manager is closed")
+            # Shielded: a thread that pins the pool does not end with whoever asked for it.
+            if ordinal not in self._devices:
+                opened = asyncio.to_thread(Device, ordinal, self.catalogue.pool)
+                self._devices[ordinal] = await drain_task(opened)
+            device = self._devices[ordinal]
+            for lane in self._cuda_lanes:
+                lane.open_device(device)
+            await drain_task(
+                asyncio.to_thread(device.prepare, tensors, self._bound[tensors.geometry])
+            )
 
     async def unregister(self, instance: Instance) -> None:
         """Take an instance away: its leases now, its tensors once its work has ended."""
@@ -554,14 +564,14 @@ class Core:
         limit_nbytes = runtime.batch_nbytes(station, budgets=not tensors.bridged)
         if tensors.device is None or tensors.bridged:
             return min(limit_nbytes, TARGET_BATCH_NBYTES)
-        # Two in the arena: one leaves while the next is made. Stored raw, a batch must still fit.
+        # Two in the arena: one leaves while the next is made.
         arena_nbytes = self.config.storage_codec_budget_nbytes - tasks_nbytes(MAX_BATCH_SEGMENTS)
         half_nbytes = arena_nbytes // 2
         if station is PublishBatch:
             raw_nbytes = sum(instance.geometry.object_nbytes.values())
             layouts = self._bound[instance.geometry].layouts.values()
             half_nbytes = half_nbytes * raw_nbytes // sum(layout.nbytes for layout in layouts)
-        return min(limit_nbytes, arena_nbytes - OBJECT_ALIGN_NBYTES, half_nbytes)
+        return min(limit_nbytes, half_nbytes)
 
     def _pack(self, sizes: Sequence[tuple[int, int]], limit_nbytes: int) -> list[slice]:
         """Cut a sequence of (bytes, segments) into batches; each item fits one by itself."""

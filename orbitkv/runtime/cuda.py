@@ -36,11 +36,10 @@ from orbitkv.segment import PagedTensors, Words
 SCRATCH_NBYTES = 64 * KIB
 _GROWTH_NBYTES = 2 * MIB
 _COPY_ANY_WAY = 4  # cudaMemcpyDefault: the addresses tell the direction
-_NO_TIMING = 2  # cudaEventDisableTiming
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 
 
-# Of the calling thread: the device that OrbitKV made current last. Nobody else uses our threads.
+# Of the calling thread, which is one of ours: the device that was made current last.
 _current = threading.local()
 
 
@@ -57,6 +56,10 @@ def faults(doing: str) -> Iterator[None]:
         cupy.cuda.memory.OutOfMemoryError,
     ) as error:
         raise DeviceFault(f"{doing}: {error}") from error
+
+
+def _as_fault(error: Exception) -> DeviceFault:
+    return error if isinstance(error, DeviceFault) else DeviceFault(repr(error))
 
 
 class Device:
@@ -77,22 +80,29 @@ class Device:
         self.ordinal = ordinal
         self.runtime = cupy.cuda.runtime
         self._cupy = cupy
-        with faults(f"cuda:{ordinal}"):
-            seen = self.runtime.getDeviceCount()
-            if not 0 <= ordinal < seen:
-                raise Unavailable(f"cuda:{ordinal}: this machine has {seen} GPUs")
+        try:
             self.handle = cupy.cuda.Device(ordinal)
             with self.handle:
-                pool.pin(self._register, self.runtime.hostUnregister)
+                pool.pin(self._register, self._unregister)
                 self.kernels = Kernels(ordinal)
+        except Exception as error:  # of CUDA, of NVRTC, or of a CuPy for another CUDA
+            raise Unavailable(f"cuda:{ordinal}: {error}") from error
 
     def _register(self, address: int, nbytes: int) -> None:
         self.runtime.hostRegister(address, nbytes, _PORTABLE)
 
+    def _unregister(self, address: int) -> None:
+        with (
+            contextlib.suppress(DeviceFault),
+            faults("unpin the pool"),
+        ):  # a dead context has let go
+            self.runtime.hostUnregister(address)
+
     def make_current(self) -> None:
         """Make the device the calling thread's. Costs nothing where it is already."""
         if getattr(_current, "ordinal", None) != self.ordinal:
-            self.runtime.setDevice(self.ordinal)
+            with faults(f"cuda:{self.ordinal}"):
+                self.runtime.setDevice(self.ordinal)
             _current.ordinal = self.ordinal
 
     def open_stream(self, lane: str, arena_nbytes: int, run: Callable[..., Any]) -> DeviceStream:
@@ -163,7 +173,7 @@ class DeviceMemory:
 
     def free(self) -> None:
         """Free what was allocated, if anything."""
-        with self._device.handle:
+        with faults("free an arena"), self._device.handle:
             self._memory = None
             self.pool.free_all_blocks()
 
@@ -240,6 +250,7 @@ class Arena:
             raise ImpossibleRequest(
                 f"{self.name}: {nbytes} bytes asked for; the budget is {self.limit_nbytes}"
             )
+        nbytes = max(nbytes, OBJECT_ALIGN_NBYTES)
         if not self._waiting and self._growing is None and (lease := self._lease(nbytes)):
             return lease
         granted: asyncio.Future[ArenaLease] = asyncio.get_running_loop().create_future()
@@ -262,7 +273,8 @@ class Arena:
         """Free the memory. Only once nothing is leased."""
         if self._growing:
             await asyncio.wait([self._growing])
-        await self._run(self.memory.free)
+        with contextlib.suppress(DeviceFault):  # a dead context has freed it
+            await self._run(self.memory.free)
 
     def _serve(self) -> None:
         while self._waiting and self._growing is None:
@@ -295,10 +307,13 @@ class Arena:
         self._ranges = FreeRanges(0)
         try:
             self.address = await self._run(self._replace, nbytes)
-        except DeviceFault as error:
+        except Exception as error:  # noqa: BLE001 - else nobody would ever be served again
             granted, _ = self._waiting.popleft()
+            fault = (
+                error if isinstance(error, DeviceFault) else DeviceFault(f"{self.name}: {error!r}")
+            )
             if not granted.done():
-                granted.set_exception(error)
+                granted.set_exception(fault)
         else:
             self._ranges = FreeRanges(nbytes)
         self._growing = None
@@ -341,7 +356,6 @@ class DeviceStream:
         self._ending: set[asyncio.Task[None]] = set()
         self._bridge: HostBridge | None = None
         self.scratch_out = 0
-        self._events: list[Event] = []
         self._awaited: queue.SimpleQueue[tuple[Event, Submitted[None]] | None]
         self._awaited = queue.SimpleQueue()
         name = f"orbitkv {self.name}"
@@ -419,9 +433,14 @@ class DeviceStream:
 
     async def idle(self) -> None:
         """Wait until everything enqueued so far, copies too, has ended or failed."""
-        with contextlib.suppress(DeviceFault):
+        try:
             self.after(self.copy([]))
-            await self.reached(self.record())
+            event = self.record()
+        except DeviceFault:
+            await self._run(self._end_all)  # no event can be had; what was enqueued may still run
+            return
+        with contextlib.suppress(DeviceFault):
+            await self.reached(event)
 
     def when_over(self, call: Callable[[], None]) -> None:
         """Call on the loop once everything enqueued so far, copies too, has ended or failed."""
@@ -462,21 +481,24 @@ class DeviceStream:
 
     def _drain(self) -> None:
         self._thread.join()
+        self._end_all()
+
+    def _end_all(self) -> None:
         with contextlib.suppress(DeviceFault), faults(self.name), self.device.handle:
-            self._stream.synchronize()
             self._copies.synchronize()
+            self._stream.synchronize()
 
     def _watch(self) -> None:
         """Wait for one event after the other, without the GIL, and tell the loop."""
-        self.device.runtime.setDevice(self.device.ordinal)
         synchronize = self.device.runtime.eventSynchronize  # gives up the GIL, spins while it waits
         while (entry := self._awaited.get()) is not None:
             event, over = entry
             try:
+                self.device.make_current()
                 with faults(self.name):
                     synchronize(event.ptr)
-            except DeviceFault as error:
-                self._loop.call_soon_threadsafe(over.set_exception, error)
+            except Exception as error:  # noqa: BLE001 - else whoever waits would wait for ever
+                self._loop.call_soon_threadsafe(over.set_exception, _as_fault(error))
             else:
                 self._loop.call_soon_threadsafe(over.set_result, None)
             del entry, event, over  # else an idle lane keeps the last event alive
@@ -513,13 +535,17 @@ class HostBridge:
         row_nbytes = width * segment.itemsize
         pitch = segment.strides[1] if inner > 1 else row_nbytes
         with faults(self._name), self._device.handle:
-            for index in range(outer):
-                device = segment.ctypes.data + index * segment.strides[0]
-                here = (host + index * inner * row_nbytes, row_nbytes)
-                there = (device, pitch)
-                target, source = (here, there) if to_host else (there, here)
-                runtime.memcpy2DAsync(*target, *source, row_nbytes, inner, _COPY_ANY_WAY, stream)
-            runtime.streamSynchronize(stream)
+            try:
+                for index in range(outer):
+                    device = segment.ctypes.data + index * segment.strides[0]
+                    here = (host + index * inner * row_nbytes, row_nbytes)
+                    there = (device, pitch)
+                    target, source = (here, there) if to_host else (there, here)
+                    runtime.memcpy2DAsync(
+                        *target, *source, row_nbytes, inner, _COPY_ANY_WAY, stream
+                    )
+            finally:
+                runtime.streamSynchronize(stream)  # also of what was started before a fault
 
 
 class CudaLane(HostLane):
@@ -552,7 +578,9 @@ class CudaLane(HostLane):
 
     async def close(self) -> None:
         """Drain every GPU, then the thread."""
-        for stream in self._streams.values():
-            await stream.close()
-        self._streams.clear()
-        await super().close()
+        try:
+            for stream in self._streams.values():
+                await stream.close()
+            self._streams.clear()
+        finally:
+            await super().close()

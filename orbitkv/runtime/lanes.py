@@ -6,7 +6,7 @@ import asyncio
 import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 P = ParamSpec("P")
@@ -33,6 +33,15 @@ async def drained(submitted: Submitted[T]) -> T:
     except asyncio.CancelledError as cancelled:
         assert submitted.done()
         raise cancelled from submitted.exception()
+
+
+async def drain_task(work: Coroutine[Any, Any, T]) -> T:
+    """Wait for work to its end, even if the caller is cancelled meanwhile."""
+    submitted: Submitted[None] = Submitted()
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda _: submitted.set_result(None))
+    await drained(submitted)
+    return task.result()
 
 
 @runtime_checkable

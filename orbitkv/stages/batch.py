@@ -388,7 +388,12 @@ class ValidatedBatch(RestoreBatch):
 
         A segment whose decoder raises CorruptObject, or gives another length than the original,
         stays as it is. Whatever is not raw at ``decode`` makes its page a miss.
+
+        Raises:
+            Unavailable: the segments are in GPU memory, where no host code reaches them.
         """
+        if self.workspace:
+            raise Unavailable("recode: the segments are in GPU memory; accepted: a host's")
         for segment in (segment for segments in self.segments for segment in segments):
             try:
                 decoded = decode(segment)

@@ -72,9 +72,9 @@ class Validate:
     async def prepare(self, batch: UploadedBatch, ctx: StageContext) -> Outputs:
         """Hand the batch over; on a GPU, the heads are checked now, and CRCs by its kernel."""
         if isinstance(batch.workspace, AnsRestoring):
-            _validate_together(batch, batch.workspace, ctx)
+            await _validate_together(batch, batch.workspace, ctx)
         elif batch.workspace:
-            _validate_on_device(batch, ctx)
+            await _validate_on_device(batch, ctx)
         return {"out": batch.become(ValidatedBatch)}
 
     def run_item(self, batch: ValidatedBatch, index: int) -> None:
@@ -202,6 +202,8 @@ async def _upload(batch: ResidentBatch, stream: DeviceStream, together: Together
     order = [index for page in batch.pages() for index in page]
     batch.items = [batch.items[index] for index in order]
     batch.segments = [[] for _ in order]
+    if not batch.items:
+        return
     objects = [destination.slot_indices for _, destination in batch.items]
     nbytes = [copy.nbytes for copy, _ in batch.items]
     if isinstance(together, AnsSlots):
@@ -216,7 +218,7 @@ async def _upload(batch: ResidentBatch, stream: DeviceStream, together: Together
     stream.after(stream.copy(runs))
 
 
-def _validate_on_device(batch: UploadedBatch, ctx: StageContext) -> None:
+async def _validate_on_device(batch: UploadedBatch, ctx: StageContext) -> None:
     """Check heads on the host, and start the kernel that compares the CRCs."""
     workspace = batch.workspace
     assert workspace
@@ -237,7 +239,7 @@ def _validate_on_device(batch: UploadedBatch, ctx: StageContext) -> None:
         sound = [stays for index, stays in enumerate(kept) if index not in faults]
         layouts = [layout for layout, kept in zip(layouts, sound, strict=True) if kept]
         crcs = [found for found, kept in zip(crcs, sound, strict=True) if kept]
-        batch.reject(faults, ctx.log)
+        await _reject(batch, faults, ctx)
     if not batch.items:
         return
     items = [
@@ -249,7 +251,9 @@ def _validate_on_device(batch: UploadedBatch, ctx: StageContext) -> None:
     workspace.check()
 
 
-def _validate_together(batch: UploadedBatch, workspace: AnsRestoring, ctx: StageContext) -> None:
+async def _validate_together(
+    batch: UploadedBatch, workspace: AnsRestoring, ctx: StageContext
+) -> None:
     """Check heads on the host, the tables of all objects at once; start to compare the CRCs."""
     codecs = ctx.codecs(batch.tensors.geometry)
     together = codecs.together
@@ -279,7 +283,7 @@ def _validate_together(batch: UploadedBatch, workspace: AnsRestoring, ctx: Stage
             faults[index] = error
     if faults:
         kept = _left_over(batch, faults)
-        batch.reject(faults, ctx.log)
+        await _reject(batch, faults, ctx)
         if not batch.items:
             return
         rows = np.concatenate([table for table, stays in zip(tables, kept, strict=True) if stays])
@@ -293,6 +297,17 @@ def _validate_together(batch: UploadedBatch, workspace: AnsRestoring, ctx: Stage
         units=batch.pages(),
     )
     workspace.check()
+
+
+async def _reject(
+    batch: UploadedBatch, faults: Mapping[int, CorruptObject], ctx: StageContext
+) -> None:
+    """Go on without objects whose images are still on their way: their pins end with the copies."""
+    assert batch.workspace
+    await batch.workspace.stream.idle()
+    batch.workspace.running = False
+    batch.reject(faults, ctx.log)
+    batch.workspace.running = bool(batch.items)
 
 
 def _left_over(batch: UploadedBatch, faults: Mapping[int, CorruptObject]) -> list[bool]:
@@ -329,7 +344,12 @@ def _check_head(
     table[:, CRC32_WORD] = 0
     bare = table.tobytes()
     for layout in codecs.layouts.values():  # as nearly every object is laid out
-        if bare == layout.table_bytes and header.total_nbytes == layout.nbytes:
+        # Another group's table may be the same byte for byte; its slots are not.
+        if (
+            layout.slots == slots
+            and bare == layout.table_bytes
+            and header.total_nbytes == layout.nbytes
+        ):
             return layout, crcs
     places = []
     for slot, (segment, codec) in zip(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
 
+import numpy as np
+
 from orbitkv.cache.catalogue import Copy, Want
-from orbitkv.codecs.cuda.workspace import Runs
+from orbitkv.codecs.base import reason_of
+from orbitkv.codecs.cuda.tasks import Words
+from orbitkv.codecs.cuda.workspace import Bridge, Runs
+from orbitkv.codecs.slots import Layout, lay_out
 from orbitkv.errors import CorruptObject
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import (
@@ -16,6 +22,7 @@ from orbitkv.objects import (
     RawReason,
     Segment,
     check_payloads,
+    crc32,
     finish_object,
     read_header,
     write_object,
@@ -30,7 +37,7 @@ from orbitkv.stages.batch import (
     SealedBatch,
     WriteBatch,
 )
-from orbitkv.stages.encode import encode_again, learn_layouts
+from orbitkv.stages.encode import learn_layouts
 
 
 class StoreDram:
@@ -114,56 +121,128 @@ async def _receive(batch: SealedBatch, ctx: StageContext) -> None:
     they are here. Only where a GPU tells their lengths, that comes first.
     """
     await learn_layouts(batch)
-    while True:
-        homes = await _copy_home(batch, ctx)
-        assert batch.workspace
-        tasks = batch.workspace.tasks
-        assert tasks
-        if not tasks.faults.any():
-            break
-        for entry, home in zip(batch.objects, homes, strict=True):
-            entry.home = None
-            ctx.catalogue.unpin(home)
-        await encode_again(batch, tasks)
-    first = 0
-    for entry, home in zip(batch.objects, homes, strict=True):
-        assert home.memory is not None
+    pool, workspace = ctx.catalogue.pool.address, batch.workspace
+    assert workspace
+    homes = await _take_homes(batch, ctx)
+    images = list(zip(homes, workspace.images, strict=True))
+    await _copy([(pool + home.offset, image, home.nbytes) for home, image in images], batch)
+    tasks = workspace.tasks
+    assert tasks
+    crcs = [tasks.crcs[first:end] for first, end in itertools.pairwise(tasks.starts)]
+    if tasks.faults.any():
+        refused = [
+            np.flatnonzero(tasks.faults[first:end]).tolist()
+            for first, end in itertools.pairwise(tasks.starts)
+        ]
+        await _receive_anew(batch, ctx, refused, crcs)
+    for entry, found in zip(batch.objects, crcs, strict=True):
+        assert entry.home
+        assert entry.home.memory is not None
         assert entry.layout
         table = entry.layout.table.copy()
-        table[:, CRC32_WORD] = tasks.crcs[first : first + len(table)]
-        first += len(table)
+        table[:, CRC32_WORD] = found
         finish_object(
-            home.memory,
+            entry.home.memory,
             table,
             payloads=entry.layout.payloads,
             key_digest=entry.key.digest,
-            generation=home.generation,
+            generation=entry.home.generation,
         )
 
 
-async def _copy_home(batch: SealedBatch, ctx: StageContext) -> list[Copy]:
-    """Take pool memory, and copy the images there once they have been made."""
-    workspace, catalogue = batch.workspace, ctx.catalogue
-    assert workspace
+async def _take_homes(batch: SealedBatch, ctx: StageContext) -> list[Copy]:
+    """Take pool memory for all objects, as they are laid out now."""
     wants = [
-        Want(entry.key.digest, entry.layout.nbytes, catalogue.next_generation())
+        Want(entry.key.digest, entry.layout.nbytes, ctx.catalogue.next_generation())
         for entry in batch.objects
         if entry.layout
     ]
-    homes = await catalogue.reserve_dram(
+    homes = await ctx.catalogue.reserve_dram(
         wants, urgent=False, cancellation=batch.part.ticket.cancellation
     )
     assert homes is not None, "a wait without a limit has no end but success"
     for entry, home in zip(batch.objects, homes, strict=True):
         entry.home = home
-    pool, pairs = catalogue.pool.address, zip(homes, workspace.images, strict=True)
-    copied = workspace.stream.copy(
-        join_runs((pool + home.offset, image, home.nbytes) for home, image in pairs),
-        after=workspace.ready,
-    )
+    return homes
+
+
+async def _copy(pieces: Runs, batch: SealedBatch) -> None:
+    """Copy from the arena to pool memory, once the images have been made."""
+    workspace = batch.workspace
+    assert workspace
+    workspace.running = True
+    copied = workspace.stream.copy(join_runs(pieces), after=workspace.ready)
     await workspace.stream.reached(copied)
     workspace.running = False
-    return homes
+
+
+async def _receive_anew(
+    batch: SealedBatch, ctx: StageContext, refused: list[list[int]], crcs: list[Words]
+) -> None:
+    """Lay objects out again that have refused segments, and bring these from the pages, raw.
+
+    What was encoded stands in the arena still, and no more of it is asked for: who held a part of
+    it, and waited here for more, would wait for those who wait for D.
+
+    Args:
+        refused: Positions of the segments of each object that the codec refused.
+        crcs: Of each object's segments; those of refused ones are made anew.
+    """
+    workspace, catalogue = batch.workspace, ctx.catalogue
+    assert workspace
+    assert workspace.tasks
+    made: list[Layout] = []
+    for entry, positions, first in zip(
+        batch.objects, refused, workspace.tasks.starts, strict=False
+    ):
+        assert entry.layout
+        made.append(entry.layout)
+        if positions:
+            raw = {p.slot: p.raw_reason for p in entry.layout.places if p.raw_reason}
+            faults = workspace.tasks.faults[first:]
+            raw |= {entry.slots[at]: reason_of(int(faults[at])) for at in positions}
+            entry.layout = lay_out(batch.codecs, batch.tensors.geometry, entry.slots, raw)
+    for entry in batch.objects:
+        home, entry.home = entry.home, None
+        assert home
+        catalogue.unpin(home)  # all of them: who waits for pool memory must hold none
+    homes = await _take_homes(batch, ctx)
+    pieces: Runs = []
+    for entry, home, image, old, positions in zip(
+        batch.objects, homes, workspace.images, made, refused, strict=True
+    ):
+        start = catalogue.pool.address + home.offset
+        if not positions:
+            pieces.append((start, image, home.nbytes))
+            continue
+        assert entry.layout
+        pieces += [
+            (start + place.offset, image + was.offset, place.stored_nbytes)
+            for at, (place, was) in enumerate(zip(entry.layout.places, old.places, strict=True))
+            if at not in positions
+        ]
+    await _copy(pieces, batch)
+    bridge = await ctx.lane.run(workspace.stream.bridge)
+    await ctx.lane.run(_fetch_refused, batch, refused, crcs, bridge)
+
+
+def _fetch_refused(
+    batch: SealedBatch, refused: list[list[int]], crcs: list[Words], bridge: Bridge
+) -> None:
+    for entry, positions, found in zip(batch.objects, refused, crcs, strict=True):
+        if not positions:
+            continue
+        assert entry.home
+        assert entry.home.memory is not None
+        assert entry.layout
+        end = entry.layout.payloads.start
+        for at, place in enumerate(entry.layout.places):
+            entry.home.memory[end : place.offset] = 0
+            end = place.offset + place.stored_nbytes
+            if at in positions:
+                payload = entry.home.memory[place.offset : end]
+                bridge.fetch(batch.tensors.segment(place.slot, entry.page_index), payload)
+                found[at] = crc32(payload)
 
 
 def join_runs(pieces: Iterable[tuple[int, int, int]]) -> Runs:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import ClassVar
 
 import numpy as np
 
 from orbitkv.cache.catalogue import Tier, Want
-from orbitkv.codecs.base import SegmentCodec, reason_of
+from orbitkv.codecs.base import SegmentCodec
 from orbitkv.codecs.cuda.ans_batch import AnsSlots
-from orbitkv.codecs.cuda.tasks import Item, TaskTable
+from orbitkv.codecs.cuda.tasks import Item
 from orbitkv.codecs.cuda.workspace import AnsSaving, Bridge, DeviceStream, Workspace
 from orbitkv.codecs.slots import Place, lay_out
 from orbitkv.graph import Lanes, Port, Ports
@@ -138,7 +137,7 @@ class Crc32:
     async def prepare(self, batch: EncodedBatch, ctx: StageContext) -> Outputs:
         """Hand the batch over; a GPU is asked for the CRCs that it finds, and what it refuses."""
         del ctx
-        if batch.workspace and batch.objects:
+        if batch.workspace:
             batch.workspace.fetch_results()
         sealed = SealedBatch(
             batch.part,
@@ -226,20 +225,24 @@ async def _encode_on_device(
         if not ctx.catalogue.find(key.digest, Tier.DRAM)
     ]
     encoded = EncodedBatch(batch.part, ctx.catalogue, batch.tensors, codecs, objects, None)
-    encoded.workspace = await _open_workspace(encoded, stream)
+    if not objects:
+        return encoded
+    workspace = encoded.workspace = await _open_workspace(encoded, stream)
     try:
         _enqueue_encode(encoded)
     except BaseException:
-        await stream.idle()  # a kernel that did start still reads the engine's pages
-        encoded.workspace.running = False
-        encoded.release()
+        try:
+            await stream.idle()  # a kernel that did start still reads the engine's pages
+        finally:
+            workspace.running = False
+            encoded.release()
         raise
     return encoded
 
 
 async def _open_workspace(batch: EncodedBatch, stream: DeviceStream) -> Workspace:
     together = batch.codecs.together
-    if isinstance(together, AnsSlots) and batch.objects:
+    if isinstance(together, AnsSlots):
         objects = [entry.slots for entry in batch.objects]
         gathered = not batch.tensors.device_slots.are_runs
         return await AnsSaving.open_for(stream, together.encode_shape(objects, gathered=gathered))
@@ -260,8 +263,6 @@ def _enqueue_encode(batch: EncodedBatch) -> None:
         for entry, image in zip(batch.objects, workspace.images, strict=True)
         if entry.layout
     ]
-    if not items:
-        return
     tasks = workspace.fill(batch.tensors.device_slots.address, items)
     workspace.running = True
     stream = workspace.stream
@@ -278,33 +279,6 @@ async def learn_layouts(batch: EncodedBatch) -> None:
         layouts = await batch.workspace.encoded()
         for entry, layout in zip(batch.objects, layouts, strict=True):
             entry.layout = layout
-
-
-async def encode_again(batch: EncodedBatch, tasks: TaskTable) -> None:
-    """Encode a batch anew on a GPU that refused segments: these are raw this time."""
-    workspace = batch.workspace
-    assert workspace
-    _lay_out_refused(batch, tasks)
-    workspace.release()
-    batch.workspace = await _open_workspace(batch, workspace.stream)
-    _enqueue_encode(batch)
-    batch.workspace.fetch_results()
-
-
-def _lay_out_refused(batch: EncodedBatch, tasks: TaskTable) -> None:
-    """Give objects with segments that the codec refused the layout in which these are raw."""
-    for entry, (first, end) in zip(batch.objects, itertools.pairwise(tasks.starts), strict=True):
-        refused = np.flatnonzero(tasks.faults[first:end]).tolist()
-        if refused:
-            assert entry.layout
-            raw = {
-                place.slot: place.raw_reason for place in entry.layout.places if place.raw_reason
-            }
-            raw |= {
-                entry.slots[position]: reason_of(int(tasks.faults[first + position]))
-                for position in refused
-            }
-            entry.layout = lay_out(batch.codecs, batch.tensors.geometry, entry.slots, raw)
 
 
 def _encode_into(

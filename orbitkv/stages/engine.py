@@ -72,7 +72,8 @@ async def follow(ready: object | None, lane: Lane, stream: DeviceStream | None) 
     # Of torch's, of CuPy's and of ours.
     handle = getattr(ready, "cuda_event", getattr(ready, "ptr", None))
     if stream and isinstance(handle, int):
-        stream.after(handle)
+        if handle:  # one that was never recorded has none, and holds nothing up
+            stream.after(handle)
         return
     assert isinstance(lane, StreamLane)
     try:

@@ -38,7 +38,7 @@ class Restored:
         restored: Hashes whose pages hold the saved bytes.
         missed: Hashes whose pages must be recomputed, whatever their destinations hold now.
         ready: Of pages on a GPU: an event, whose ``wait(stream)`` lets a stream of the engine's
-            read them. It has happened already. None: they are in host memory.
+            read them. It has happened already. None where a host wrote them.
     """
 
     restored: tuple[bytes, ...]

@@ -342,13 +342,13 @@ class AnsSaving(Workspace):
         )
         self.tasks.fill(device_slots.described, pages)
         self.running = True
+        # In one go: between two kernels of this batch another must not use the shared room.
         self.tasks.enqueue(self.stream.kernels)
-
-    def fetch_results(self) -> None:
-        """Enqueue: bring everything that D has to know, and mark its arrival."""
-        assert self.tasks
         self.tasks.fetch(self.stream.kernels)
         self.ready = self.stream.record()
+
+    def fetch_results(self) -> None:
+        """Nothing is left to enqueue."""
 
     async def encoded(self) -> list[Layout]:
         """Wait for the results; give the objects' layouts, and back the room that they leave."""
@@ -403,13 +403,12 @@ class AnsRestoring(Workspace):
         self.tasks.fill(rows, **objects)
 
     def check(self) -> None:
-        """Enqueue: bring the tasks to the device, and compare the payloads' CRCs."""
-        assert self.tasks
-        self.tasks.check(self.stream.kernels)
+        """Nothing yet: between two kernels of this batch another must not use the shared room."""
 
     def decode(self) -> None:
-        """Enqueue: write the pages whose segments all stand, and fetch what was found."""
+        """Enqueue: compare CRCs, write the pages whose segments all stand, fetch the results."""
         assert self.tasks
+        self.tasks.check(self.stream.kernels)
         self.tasks.decode(self.stream.kernels)
         self.fetch_results()
 
