@@ -30,7 +30,7 @@ from orbitkv.codecs.cuda.workspace import Runs, SharedRoom
 from orbitkv.codecs.host import Fp8Codec, TurboQuantCodec
 from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.objects import Bytes, RawReason
-from orbitkv.runtime.cuda import Arena
+from orbitkv.runtime.arena import Arena
 from orbitkv.runtime.lanes import Submitted, drained
 from orbitkv.segment import PagedTensors, Role, Words
 

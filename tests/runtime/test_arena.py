@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orbitkv.config import MIB
 from orbitkv.errors import DeviceFault, ImpossibleRequest
-from orbitkv.runtime.cuda import Arena, ArenaLease
+from orbitkv.runtime.arena import Arena, ArenaLease
 from tests.emulated import EmulatedMemory
 
 LIMIT = 8 * MIB
