@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import queue
 import random
 import threading
@@ -66,6 +67,9 @@ class EmulatedEvent:
     def __init__(self) -> None:
         self.happened = threading.Event()
         self.ptr = id(self)
+
+    def await_it(self) -> None:
+        assert self.happened.wait(30), "nobody recorded the event"
 
     def wait(self, stream: object = None) -> None:
         assert self.happened.is_set()
@@ -225,55 +229,78 @@ class EmulatedKernels:
                 segment[...] = words.view(np.uint8).reshape(segment.shape)
 
 
+class EmulatedQueue:
+    """Work in order, on a thread of its own, each piece now and then late."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        self._work.put(work)
+
+    def follow(self, event: EmulatedEvent) -> None:
+        self.put(event.await_it)
+
+    def record(self) -> EmulatedEvent:
+        event = EmulatedEvent()
+        self.put(event.happened.set)
+        return event
+
+    def end(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            if self._rng.random() < 0.2:
+                time.sleep(self._rng.random() * 1e-3)
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - told to whoever waits next
+                self.error = self.error or error
+
+
 class EmulatedStream:
-    """One queue for kernels and copies: as ordered as a device may be, and as late."""
+    """A queue for kernels, one for copies beside them, and one that waits for events."""
 
     def __init__(self, name: str, arena_nbytes: int, run: Callable[..., Any]) -> None:
         self.name = name
         self._loop = asyncio.get_running_loop()
         self.arena = Arena(f"arena of {name}", arena_nbytes, EmulatedMemory(arena_nbytes), run)
         self.shared = SharedRoom(self.arena)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work, self._copies, self._watch = (EmulatedQueue(seed) for seed in range(3))
         self.kernels = EmulatedKernels(self._work.put)
         self._ending: set[asyncio.Task[None]] = set()
         self.scratch_out = 0
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
 
-    def _serve(self) -> None:
-        rng = random.Random(1)
-        while (work := self._work.get()) is not None:
-            if rng.random() < 0.2:
-                time.sleep(rng.random() * 1e-3)
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - told to whoever waits next
-                self._error = self._error or error
-
-    def after(self, event: Any) -> None:
-        assert isinstance(event, EmulatedEvent)
+    def after(self, event: EmulatedEvent) -> None:
+        self._work.follow(event)
 
     def record(self) -> EmulatedEvent:
-        event = EmulatedEvent()
-        self._work.put(event.happened.set)
-        return event
+        return self._work.record()
 
     def clear(self, address: int, nbytes: int) -> None:
-        self._work.put(lambda: ctypes.memset(address, 0, nbytes) and None)
+        self._work.put(lambda: ctypes.memset(address, 0, nbytes))
 
     def copy(self, runs: Runs, after: EmulatedEvent | None = None) -> EmulatedEvent:
-        for target, source, nbytes in list(runs):
-            self.kernels.move(target, source, nbytes)
-        return self.record()
+        if after is not None:
+            self._copies.follow(after)
+        for run in list(runs):
+            self._copies.put(functools.partial(ctypes.memmove, *run))
+        return self._copies.record()
 
     async def reached(self, event: EmulatedEvent) -> None:
         over: Submitted[None] = Submitted(loop=self._loop)
-        self._work.put(lambda: self._loop.call_soon_threadsafe(over.set_result, None) and None)
+        self._watch.follow(event)
+        self._watch.put(lambda: self._loop.call_soon_threadsafe(over.set_result, None))
         await drained(over)
-        if self._error:
-            raise self._error
-        assert event.happened.is_set()
+        for error in (self._work.error, self._copies.error, self._watch.error):
+            if error:
+                raise error
 
     async def take_scratch(self, nbytes: int) -> Bytes:
         self.scratch_out += 1
@@ -284,6 +311,7 @@ class EmulatedStream:
         scratch[:] = 0xBB
 
     async def idle(self) -> None:
+        self.after(self.copy([]))
         await self.reached(self.record())
 
     def when_over(self, call: Callable[[], None]) -> None:
@@ -309,8 +337,8 @@ class EmulatedStream:
     async def close(self) -> None:
         while self._ending:
             await asyncio.wait(self._ending)
-        self._work.put(None)
-        await asyncio.to_thread(self._thread.join)
+        for work in (self._work, self._copies, self._watch):
+            await asyncio.to_thread(work.end)
         await self.arena.close()
 
 
