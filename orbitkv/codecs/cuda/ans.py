@@ -253,9 +253,9 @@ def plan_encode(nvcomp: Nvcomp, rows: Rows, object_counts: Sequence[int]) -> Enc
     firsts = np.cumsum(counts) - counts
     rows["object_first"] = np.repeat(firsts, counts)
     rows["object_count"] = np.repeat(counts, counts)
-    payloads = np.add.reduceat(_round_up(rows["original_nbytes"], PAYLOAD_ALIGN_NBYTES), firsts)
-    heads = _round_up(HEADER_NBYTES + ROW_NBYTES * counts, PAYLOAD_ALIGN_NBYTES)
-    objects = _round_up(heads + payloads, OBJECT_ALIGN_NBYTES)
+    payloads = np.add.reduceat(round_up(rows["original_nbytes"], PAYLOAD_ALIGN_NBYTES), firsts)
+    heads = round_up(HEADER_NBYTES + ROW_NBYTES * counts, PAYLOAD_ALIGN_NBYTES)
+    objects = round_up(heads + payloads, OBJECT_ALIGN_NBYTES)
     if int(objects.max()) >= 2**32:
         raise ValueError(f"object of {objects.max()} bytes; accepted: less than 4 GiB")
 
@@ -268,9 +268,10 @@ def plan_encode(nvcomp: Nvcomp, rows: Rows, object_counts: Sequence[int]) -> Enc
     indices = np.arange(count) - np.repeat(rows["slice_first"][order].astype(np.int64), slices)
     rooms = np.where(kinds == _RAW_KIND, 0, rows["room_nbytes"]).astype(np.int64)[owners]
     ends = np.cumsum(rooms)
-    uploads = _stack(rows.nbytes, 4 * count, 8 * count, 8 * count, 8 * count)
+    uploads = stack(ADDRESS_ALIGN_NBYTES, rows.nbytes, 4 * count, 8 * count, 8 * count, 8 * count)
     temp_nbytes = max((group.temp_nbytes for group in groups), default=0)
-    parts = _stack(
+    parts = stack(
+        ADDRESS_ALIGN_NBYTES,
         align_up(int(ends[-1]), _ROOM_ALIGN_NBYTES),
         align_up(temp_nbytes, _ROOM_ALIGN_NBYTES),
         *(8 * count, 8 * len(rows), 4 * count, 4 * count),
@@ -302,10 +303,11 @@ def plan_decode(nvcomp: Nvcomp, rows: Rows) -> DecodePlan:
     _number_slices(rows, kinds)
     groups = _groups(rows, kinds, nvcomp.decompress_temp_nbytes, MOST_SLICE_NBYTES)
     count = sum(group.slices for group in groups)
-    staged = np.where(raw, 0, _round_up(rows["original_nbytes"], PAYLOAD_ALIGN_NBYTES))
+    staged = np.where(raw, 0, round_up(rows["original_nbytes"], PAYLOAD_ALIGN_NBYTES))
     ends = np.cumsum(staged)
     temp_nbytes = max((group.temp_nbytes for group in groups), default=0)
-    parts = _stack(
+    parts = stack(
+        ADDRESS_ALIGN_NBYTES,
         int(ends[-1]),
         align_up(temp_nbytes, _ROOM_ALIGN_NBYTES),
         *(8 * count, 8 * count, 8 * count, 8 * count, 8 * count, 4 * count),
@@ -547,7 +549,7 @@ def decode_shares(nvcomp: Nvcomp, rows: Rows) -> _Indices:
         int64[tasks], bytes.
     """
     temps = _temp_shares(rows, nvcomp.decompress_temp_nbytes, MOST_SLICE_NBYTES)
-    staged = _round_up(rows["original_nbytes"], PAYLOAD_ALIGN_NBYTES)
+    staged = round_up(rows["original_nbytes"], PAYLOAD_ALIGN_NBYTES)
     coded = staged + rows["slices"] * (temps + _DECODE_SLICE_NBYTES)
     return ROW.itemsize + np.where(_kinds(rows) == _RAW_KIND, 0, coded)
 
@@ -605,15 +607,16 @@ def _groups(
     return tuple(groups)
 
 
-def _round_up(nbytes: npt.NDArray[Any], alignment: int) -> _Indices:
+def round_up(nbytes: npt.NDArray[Any], alignment: int) -> _Indices:
+    """Round each up to a multiple of ``alignment``."""
     return (nbytes.astype(np.int64) + (alignment - 1)) // alignment * alignment
 
 
-def _stack(*nbytes: int) -> tuple[int, ...]:
-    """Offsets of parts that follow one another on boundaries of 16, and their end."""
+def stack(alignment: int, *nbytes: int) -> tuple[int, ...]:
+    """Offsets of parts that follow one another on boundaries, and their end."""
     offsets = [0]
     for part_nbytes in nbytes:
-        offsets.append(align_up(offsets[-1] + part_nbytes, ADDRESS_ALIGN_NBYTES))
+        offsets.append(align_up(offsets[-1] + part_nbytes, alignment))
     return tuple(offsets)
 
 

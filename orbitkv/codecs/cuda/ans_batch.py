@@ -125,7 +125,7 @@ class AnsSlots:
             chosen = self.segment_nbytes[list(slots)]
             if object_nbytes(chosen.tolist()) > _MOST_OBJECT_NBYTES:
                 return _NEVER_NBYTES
-            staged = int(_round_up(chosen, PAYLOAD_ALIGN_NBYTES).sum()) if gathered else 0
+            staged = int(ans.round_up(chosen, PAYLOAD_ALIGN_NBYTES).sum()) if gathered else 0
             shares = int(self._encode_shares[list(slots)].sum())
             return shares + staged + _TASK_NBYTES * len(slots) + _SLACK_NBYTES
 
@@ -172,8 +172,8 @@ class AnsSlots:
         before = np.empty(len(rows), np.int64)
         before[1:] = ends[:-1]
         before[firsts] = HEADER_NBYTES + ROW_NBYTES * counts
-        good &= rows["offset"] == _round_up(before, PAYLOAD_ALIGN_NBYTES).astype(np.uint64)
-        whole = _round_up(ends[firsts + counts - 1], OBJECT_ALIGN_NBYTES)
+        good &= rows["offset"] == ans.round_up(before, PAYLOAD_ALIGN_NBYTES).astype(np.uint64)
+        whole = ans.round_up(ends[firsts + counts - 1], OBJECT_ALIGN_NBYTES)
         fits: npt.NDArray[np.bool_] = np.logical_and.reduceat(good, firsts)
         fits &= whole == np.array(total_nbytes, np.int64)
         return fits
@@ -194,12 +194,12 @@ class AnsSlots:
         plan = ans.plan_encode(self._nvcomp, self._rows[slots], counts.tolist())
         tasks, staged, staging_nbytes = len(slots), None, 0
         if gathered:
-            lengths = _round_up(self.segment_nbytes[slots], PAYLOAD_ALIGN_NBYTES)
+            lengths = ans.round_up(self.segment_nbytes[slots], PAYLOAD_ALIGN_NBYTES)
             ends = np.cumsum(lengths)
             staged, staging_nbytes = ends - lengths, int(ends[-1])
         results_nbytes = ans.RESULT.itemsize * tasks
-        block = _stack(16, plan.descriptors_nbytes, results_nbytes, tasks_nbytes(tasks))
-        parts = _stack(PAYLOAD_ALIGN_NBYTES, plan.workspace_nbytes, staging_nbytes, block[-1])
+        block = ans.stack(16, plan.descriptors_nbytes, results_nbytes, tasks_nbytes(tasks))
+        parts = ans.stack(PAYLOAD_ALIGN_NBYTES, plan.workspace_nbytes, staging_nbytes, block[-1])
         return EncodeShape(plan, slots, np.cumsum(counts) - counts, counts, staged, parts, block)
 
     def _plan_decode(self, objects: Sequence[Slots], raw: npt.NDArray[np.bool_]) -> DecodeShape:
@@ -374,15 +374,3 @@ class AnsDecoding(TaskTable):
 def decoding_nbytes(count: int) -> int:
     """Scratch of a batch of so many segments on a restore."""
     return tasks_nbytes(count) + align_up(ans.ROW.itemsize * count, 16)
-
-
-def _stack(alignment: int, *nbytes: int) -> tuple[int, ...]:
-    """Offsets of parts that follow one another on boundaries, and their end."""
-    offsets = [0]
-    for part_nbytes in nbytes:
-        offsets.append(align_up(offsets[-1] + part_nbytes, alignment))
-    return tuple(offsets)
-
-
-def _round_up(nbytes: _Indices, alignment: int) -> _Indices:
-    return (nbytes + (alignment - 1)) // alignment * alignment
