@@ -86,10 +86,8 @@ class Device:
         self.runtime.hostRegister(address, nbytes, _PORTABLE)
 
     def _unregister(self, address: int) -> None:
-        with (
-            contextlib.suppress(DeviceFault),
-            faults("unpin the pool"),
-        ):  # a dead context has let go
+        # A context that died has let go of it.
+        with contextlib.suppress(DeviceFault), faults("unpin the pool"):
             self.runtime.hostUnregister(address)
 
     def make_current(self) -> None:

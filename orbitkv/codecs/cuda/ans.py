@@ -151,6 +151,29 @@ class Group(NamedTuple):
     most_slice_nbytes: int
     temp_nbytes: int
 
+    def of(
+        self,
+        sources: int,
+        source_nbytes: int,
+        targets: int,
+        target_nbytes: int,
+        statuses: int,
+        temp: int,
+    ) -> Slices:
+        """Its part of the batch's arrays: of 8 bytes a slice, statuses of 4."""
+        words, lengths = 4 * self.first, 8 * self.first
+        return Slices(
+            kind=self.kind,
+            count=self.slices,
+            sources=sources + lengths,
+            source_nbytes=source_nbytes + lengths,
+            targets=targets + lengths,
+            target_nbytes=target_nbytes + lengths,
+            statuses=statuses + words,
+            temp=temp,
+            temp_nbytes=self.temp_nbytes,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class EncodePlan:
@@ -381,18 +404,7 @@ class AnsDevice:
         )
         _, temp, coded, starts, statuses, offsets, _ = (workspace + offset for offset in plan.parts)
         for group in plan.groups:
-            words, lengths = 4 * group.first, 8 * group.first
-            slices = Slices(
-                kind=group.kind,
-                count=group.slices,
-                sources=sources + lengths,
-                source_nbytes=source_nbytes + lengths,
-                targets=targets + lengths,
-                target_nbytes=coded + lengths,
-                statuses=statuses + words,
-                temp=temp,
-                temp_nbytes=group.temp_nbytes,
-            )
+            slices = group.of(sources, source_nbytes, targets, coded, statuses, temp)
             self.nvcomp.compress_async(slices, group.most_slice_nbytes, stream)
         self._layout.launch(
             *(1, _LAYOUT_BLOCK, stream),
@@ -453,19 +465,8 @@ class AnsDevice:
             *(sources, source_nbytes, targets, rooms, count),
         )
         for group in plan.groups:
-            words, lengths = 4 * group.first, 8 * group.first
-            slices = Slices(
-                kind=group.kind,
-                count=group.slices,
-                sources=sources + lengths,
-                source_nbytes=source_nbytes + lengths,
-                targets=targets + lengths,
-                target_nbytes=found + lengths,
-                statuses=statuses + words,
-                temp=temp,
-                temp_nbytes=group.temp_nbytes,
-            )
-            self.nvcomp.decompress_async(slices, rooms + lengths, stream)
+            slices = group.of(sources, source_nbytes, targets, found, statuses, temp)
+            self.nvcomp.decompress_async(slices, rooms + 8 * group.first, stream)
         self._judge.launch(*shape, *(tasks, descriptors, faults, rooms, found, statuses, count))
 
     def _make_spares(self, cupy: Any) -> tuple[list[Any], Any]:  # noqa: ANN401 - a module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from orbitkv.codecs import tables
@@ -125,27 +126,28 @@ class Launcher:
 
     def encode(self, span: Span, launch: Launch) -> None:
         """Encode the tasks of one launch, whatever it needs, and make their CRCs."""
-        name, *parameters = launch.kernel
-        where = (span, launch.first, launch.count, launch.most_stored_nbytes)
-        if name == "raw":
-            self.gather_raw(*where)
-        elif name == "fp8":
-            self.encode_fp8(*where, is_half=parameters[0])
-        elif name == "turboquant":
-            self.encode_turboquant(*where, kernel=launch.kernel)
-        else:
-            raise ValueError(f"kernel {launch.kernel}")
+        self._choose(span, launch, self.gather_raw, self.encode_fp8, self.encode_turboquant)
 
     def decode(self, span: Span, launch: Launch) -> None:
         """Decode the tasks of one launch, whatever it needs, in units without a fault."""
+        self._choose(span, launch, self.scatter_raw, self.decode_fp8, self.decode_turboquant)
+
+    def _choose(
+        self,
+        span: Span,
+        launch: Launch,
+        raw: Callable[..., None],
+        fp8: Callable[..., None],
+        turboquant: Callable[..., None],
+    ) -> None:
         name, *parameters = launch.kernel
         where = (span, launch.first, launch.count, launch.most_stored_nbytes)
         if name == "raw":
-            self.scatter_raw(*where)
+            raw(*where)
         elif name == "fp8":
-            self.decode_fp8(*where, is_half=parameters[0])
+            fp8(*where, is_half=parameters[0])
         elif name == "turboquant":
-            self.decode_turboquant(*where, kernel=launch.kernel)
+            turboquant(*where, kernel=launch.kernel)
         else:
             raise ValueError(f"kernel {launch.kernel}")
 
@@ -224,6 +226,17 @@ class Launcher:
                 blocks, _BLOCK_THREADS, self._stream, target, source, words
             )
 
+    def _share(self, count: int, units: int, fewest: int, most: int) -> tuple[int, int]:
+        """Cut each task's units into shares, as small as let the device hold all of them at once.
+
+        Returns:
+            Shares a task, and units a share.
+        """
+        each = fewest
+        while each < most and count * -(-units // each) > self._kernels.most_warps:
+            each *= 2
+        return -(-units // each), each
+
     def _start(
         self,
         name: str,
@@ -233,12 +246,9 @@ class Launcher:
         most_stored_nbytes: int,
         line_nbytes: int = LINE_NBYTES,
     ) -> None:
-        """Start one warp a share, of as few lines as let the device hold all of them at once."""
+        """Start one warp a share of a payload's lines."""
         most_lines = -(-most_stored_nbytes // line_nbytes)
-        lines = _FEWEST_LINES
-        while lines < _MOST_LINES and count * -(-most_lines // lines) > self._kernels.most_warps:
-            lines *= 2
-        shares = -(-most_lines // lines)
+        shares, lines = self._share(count, most_lines, _FEWEST_LINES, _MOST_LINES)
         if not count * shares:
             return
         self._named[name].launch(
@@ -266,12 +276,9 @@ class Launcher:
         count: int,
         most_stored_nbytes: int,
     ) -> None:
-        """Start one warp a share, of as few steps as let the device hold all of them at once."""
+        """Start one warp a share of a segment's steps."""
         most_steps = -(-most_stored_nbytes // loaded.step_nbytes)
-        steps = 1
-        while steps < _MOST_STEPS and count * -(-most_steps // steps) > self._kernels.most_warps:
-            steps *= 2
-        shares = -(-most_steps // steps)
+        shares, _ = self._share(count, most_steps, 1, _MOST_STEPS)
         if not count * shares:
             return
         started.launch(
