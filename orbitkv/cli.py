@@ -9,15 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from orbitkv.commands import EXIT_INTERRUPTED, EXIT_REFUSED
 from orbitkv.config import Config
 from orbitkv.errors import ConfigError, OrbitError
 from orbitkv.graph import Chart
 from orbitkv.pipeline import load_pipeline
 from orbitkv.runtime.runtime import unavailable_nodes
-
-EXIT_DIFFERS = 1
-EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):

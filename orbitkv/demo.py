@@ -26,6 +26,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from orbitkv.cache.catalogue import Tier
+from orbitkv.commands import (
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    NotRestoredError,
+    Report,
+    add_shared_options,
+    run_command,
+)
 from orbitkv.config import MIB, Config, SsdBackend, format_nbytes, parse_nbytes
 from orbitkv.engines.checkpoint import (
     DEFAULT_MODEL,
@@ -40,7 +48,6 @@ from orbitkv.engines.checkpoint import (
     tokenize,
 )
 from orbitkv.engines.device import (
-    DEVICES,
     await_stream,
     check_codec,
     check_device,
@@ -57,7 +64,6 @@ WARM_UP_ROUNDS = 4  # until the allocator keeps what a restored cache and its gr
 # fast, but one token takes 1.3 s instead of 0.1 s, so that what a restore leaves to do costs most.
 DTYPES = ("float32", "bfloat16", "float16")
 CODECS = ("none", "ans")  # that give back every byte
-EXIT_DIFFERS, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 _BE_THE_SECOND_PROCESS = """
 import sys
@@ -70,10 +76,6 @@ sys.exit(demo.answer_task())
 Model = Any  # transformers.PreTrainedModel
 Cache = Any  # transformers.DynamicCache
 Saver = Any  # orbitkv.engines.transformers.OrbitKVCache
-
-
-class _SecondProcessFailed(Exception):
-    """The new process ended without a result; carries its exit code and last words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,18 +198,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the weights; on most CPUs the default is by far the fastest at decoding",
     )
     parser.add_argument(
-        "--device",
-        choices=DEVICES,
-        default=DEVICES[0],
-        help="where the model and its cache are; cuda: the first NVIDIA GPU (default: %(default)s)",
-    )
-    parser.add_argument(
         "--codec",
         choices=CODECS,
         default=CODECS[0],
         help="how pages are stored, ans with --device cuda only (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
+    add_shared_options(parser)
 
 
 def run(args: argparse.Namespace, *, nvcomp_library: str | None = None) -> int:
@@ -219,24 +215,17 @@ def run(args: argparse.Namespace, *, nvcomp_library: str | None = None) -> int:
     Returns:
         0 where every token and byte came back; 1 where one did not; 2 where it could not start.
     """
-    try:
-        report = _demonstrate(args, nvcomp_library)
-    except OrbitError as error:
-        sys.stderr.write(f"orbitkv demo: {error}\n")
-        return EXIT_USAGE
-    except _SecondProcessFailed as error:
-        sys.stderr.write(f"orbitkv demo: {error}\n")
-        return EXIT_DIFFERS
-    except KeyboardInterrupt:
-        sys.stderr.write("orbitkv demo: interrupted\n")
-        return EXIT_INTERRUPTED
-    if args.json:
-        sys.stdout.write(json.dumps(report) + "\n")
-    else:
-        _print_report(report)
+    return run_command(
+        "demo",
+        lambda: _demonstrate(args, nvcomp_library),
+        print_report=None if args.json else _print_report,
+        is_right=_is_right,
+    )
+
+
+def _is_right(report: Report) -> bool:
     complete = report["pages_restored"] == report["pages_expected"]
-    right = report["tokens_identical"] and report["bytes_identical"] and complete
-    return 0 if right else EXIT_DIFFERS
+    return bool(report["tokens_identical"] and report["bytes_identical"] and complete)
 
 
 def _demonstrate(args: argparse.Namespace, nvcomp_library: str | None) -> dict[str, Any]:
@@ -453,7 +442,7 @@ def _run_second_process(task: _Task) -> _Run:
     if ended.returncode != 0:
         words = (ended.stderr.strip() or "it said nothing").splitlines()[-1]
         code = ended.returncode
-        raise _SecondProcessFailed(f"the new process ended with exit code {code}: {words}")
+        raise NotRestoredError(f"the new process ended with exit code {code}: {words}")
     return _Run(**json.loads(ended.stdout.splitlines()[-1]))
 
 
@@ -464,7 +453,7 @@ def answer_task() -> int:
         second = _second_process(task)
     except OrbitError as error:
         sys.stderr.write(f"{error}\n")
-        return EXIT_USAGE
+        return EXIT_REFUSED
     except KeyboardInterrupt:  # the first process says it
         return EXIT_INTERRUPTED
     sys.stdout.write(json.dumps(asdict(second)) + "\n")

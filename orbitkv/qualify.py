@@ -29,6 +29,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from orbitkv.commands import NotRestoredError, add_shared_options, run_command
 from orbitkv.config import Config
 from orbitkv.engines.checkpoint import (
     DEFAULT_MODEL,
@@ -43,7 +44,6 @@ from orbitkv.engines.checkpoint import (
     tokenize,
 )
 from orbitkv.engines.device import (
-    DEVICES,
     await_stream,
     check_codec,
     check_device,
@@ -51,7 +51,7 @@ from orbitkv.engines.device import (
     mark_stream,
     order_after,
 )
-from orbitkv.errors import ConfigError, OrbitError
+from orbitkv.errors import ConfigError
 from orbitkv.runtime.manager import Manager
 from orbitkv.segment import Geometry, ModelIdentity, Role, hash_pages
 from orbitkv.stages.ticket import Failed, Restored
@@ -64,7 +64,6 @@ PAGE_TOKENS = 32
 WEIGHTS_DTYPE = "float32"
 KV_DTYPES = ("bfloat16", "float16")  # what codecs take
 REPORT_FILE, RATE_FILE, LAYERS_FILE = "qualify.json", "rate_kl.png", "layer_error.png"
-EXIT_DIFFERS, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 Model = Any  # transformers.PreTrainedModel
 States = list[Any]  # K and V of each layer in turn: tensors [1, heads, tokens, head_dim]
@@ -74,10 +73,6 @@ Doubles = npt.NDArray[np.float64]
 
 _NEEDED = (*NEEDED, "matplotlib")
 _CROWDED_RATIO = 0.7  # from here on, a point's label has no room at its right
-
-
-class _NotRestored(Exception):
-    """A page that was saved did not come back; carries which codec lost how many."""
 
 
 # Arithmetic -----------------------------------------------------------------------------------
@@ -225,13 +220,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=KV_DTYPES[0],
         help="what K and V are rounded to, also where no codec is used (default: %(default)s)",
     )
-    parser.add_argument(
-        "--device",
-        choices=DEVICES,
-        default=DEVICES[0],
-        help="where the model and its cache are; cuda: the first NVIDIA GPU (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
+    add_shared_options(parser)
 
 
 def run(args: argparse.Namespace, *, nvcomp_library: str | None = None) -> int:
@@ -243,22 +232,12 @@ def run(args: argparse.Namespace, *, nvcomp_library: str | None = None) -> int:
     Returns:
         0; 1 where ``none`` was not exact or a page was lost; 2 where it could not start.
     """
-    try:
-        report = _qualify(args, nvcomp_library)
-    except OrbitError as error:
-        sys.stderr.write(f"orbitkv qualify: {error}\n")
-        return EXIT_USAGE
-    except _NotRestored as error:
-        sys.stderr.write(f"orbitkv qualify: {error}\n")
-        return EXIT_DIFFERS
-    except KeyboardInterrupt:
-        sys.stderr.write("orbitkv qualify: interrupted\n")
-        return EXIT_INTERRUPTED
-    if args.json:
-        sys.stdout.write(json.dumps(report) + "\n")
-    else:
-        _print_report(report, args.out)
-    return EXIT_DIFFERS if report["none_is_exact"] is False else 0
+    return run_command(
+        "qualify",
+        lambda: _qualify(args, nvcomp_library),
+        print_report=None if args.json else lambda report: _print_report(report, args.out),
+        is_right=lambda report: report["none_is_exact"] is not False,
+    )
 
 
 def _qualify(args: argparse.Namespace, nvcomp_library: str | None) -> dict[str, Any]:
@@ -521,7 +500,7 @@ def _round_trip(
             placed = len(outcome.restored)
             order_after(outcome.ready, device)
         if placed != task.pages:
-            raise _NotRestored(f"{codec}: {placed} pages restored; {task.pages} were saved")
+            raise NotRestoredError(f"{codec}: {placed} pages restored; {task.pages} were saved")
     result.original_nbytes += task.pages * geometry.page_nbytes
     result.stored_nbytes += statistics.pool_used_nbytes
     for name, count in statistics.counters.items():

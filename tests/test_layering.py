@@ -32,6 +32,7 @@ LAYERS = (
     ("orbitkv.runtime",),
     ("orbitkv",),
     ("orbitkv.engines",),
+    ("orbitkv.commands",),
     ("orbitkv.doctor", "orbitkv.demo", "orbitkv.okv", "orbitkv.qualify"),
     ("orbitkv.cli", "orbitkv.__main__"),
 )
