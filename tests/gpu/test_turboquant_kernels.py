@@ -212,7 +212,7 @@ def device(cupy: ModuleType, launchers: Launcher, monkeypatch: pytest.MonkeyPatc
         span = Span(*(array.data.ptr for array in arrays))
         count = len(tasks) - first if count is None else count
         chosen = tasks["stored_nbytes"][batch.order[first : first + count]]
-        kernel = ("turboquant", batch.bits, batch.head_dim, "k", batch.is_half, SEED)
+        kernel = ("turboquant", batch.bits, batch.head_dim, batch.is_half, SEED)
         launchers._kernels.load(kernel)
         if most_warps is not None:
             monkeypatch.setattr(launchers._kernels, "most_warps", most_warps)

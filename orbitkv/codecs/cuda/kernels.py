@@ -83,7 +83,7 @@ class Kernels:
             self.ans = AnsDevice(kernel[1])
 
     def _load_turboquant(self, kernel: Kernel) -> TurboQuant:
-        _, bits, head_dim, *_, is_half, seed = kernel  # K and V alike
+        _, bits, head_dim, is_half, seed = kernel
         macros = (f"-DBITS={bits}", f"-DHEAD_DIM={head_dim}")
         encode, decode = (
             self._kernel(
