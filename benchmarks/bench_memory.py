@@ -36,8 +36,8 @@ imported = resident_mib() - registered
 with tempfile.TemporaryDirectory() as folder:
     config = Config(
         pool_nbytes={POOL_MIB} * 2**20,
-        ssd_path=pathlib.Path(folder) / "kv",
-        ssd_capacity_nbytes=512 * 2**20,
+        ssd_cache_paths=pathlib.Path(folder) / "kv",
+        ssd_cache_capacity_nbytes=512 * 2**20,
     )
     with Manager(config) as manager:
         instance = manager.register(geometry, tensors, model=ModelIdentity("bench"))

@@ -86,13 +86,13 @@ def _draw_arguments(parser: argparse.ArgumentParser) -> None:
         "--live", action="store_true", help="dash what is switched off on this machine"
     )
     parser.add_argument(
-        "--ssd-path", type=Path, metavar="P", help="with --live: as if the SSD tier were at P"
+        "--ssd-cache-path", type=Path, metavar="P", help="with --live: as if the SSD tier were at P"
     )
 
 
 def _draw(args: argparse.Namespace) -> int:
-    if args.ssd_path and not args.live:
-        raise ConfigError("--ssd-path: accepted with --live only")
+    if args.ssd_cache_path and not args.live:
+        raise ConfigError("--ssd-cache-path: accepted with --live only")
     graphs = [load_pipeline(source).graph for source in args.pipelines]
     chart = Chart({}, ())
     for graph in graphs:
@@ -103,7 +103,7 @@ def _draw(args: argparse.Namespace) -> int:
     dashed: set[tuple[str, str]] = set()
     notes = []
     for graph in graphs:
-        off = unavailable_nodes(graph, Config(ssd_path=args.ssd_path))
+        off = unavailable_nodes(graph, Config(ssd_cache_paths=args.ssd_cache_path or ()))
         dashed |= {(e.src, e.dst) for e in graph.edges if e.src in off or e.dst in off}
         notes += [f"%% {graph.name}: {node_id} is off: {why}" for node_id, why in off.items()]
     print("\n".join([chart.to_mermaid(dashed=frozenset(dashed)), *notes]))
@@ -213,7 +213,7 @@ def _nvcomp_library() -> str | None:
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument(
-        "--ssd-path",
+        "--ssd-cache-path",
         type=Path,
         metavar="P",
         help="where the SSD tier would be (default: here, and no SSD tier)",
@@ -225,8 +225,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
     from orbitkv import doctor
 
-    findings = doctor.examine(args.ssd_path or Path.cwd(), nvcomp_library=_nvcomp_library())
-    config = Config(ssd_path=args.ssd_path)
+    findings = doctor.examine(args.ssd_cache_path or Path.cwd(), nvcomp_library=_nvcomp_library())
+    config = Config(ssd_cache_paths=args.ssd_cache_path or ())
     nodes = {
         f"{name}.{node_id}": reason
         for name in ("save", "restore")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from orbitkv.errors import ConfigError
 
-SsdBackend = Literal["auto", "uring", "preadv"]
+SsdBackend = Literal["auto", "uring", "preadv", "cufile"]
+SsdReadPath = Literal["uring", "cufile"]
 
 KIB = 2**10
 MIB = 2**20
@@ -20,6 +21,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNIT_NBYTES |= dict.fromkeys((_letter, f"{_letter}b", f"{_letter}ib"), 2 ** (10 * _power))
 _SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([a-zA-Z]*)\s*", re.ASCII)
 _MOST_NBYTES = 2**63 - 1
+_MOST_IN_FLIGHT = 2**16
 STORAGE_CODECS = ("none", "fp8", "turboquant-4", "turboquant-3", "ans")
 
 
@@ -59,10 +61,16 @@ class Config:
 
     Attributes:
         pool_nbytes: DRAM for encoded objects. Rounded up to whole 4 KiB blocks.
-        ssd_path: File of the SSD tier. None: no SSD tier.
-        ssd_capacity_nbytes: Bytes of ``ssd_path``; preallocated where the filesystem can.
-        ssd_backend: ``auto`` takes io_uring and falls back to preadv; an explicit choice never
-            silently becomes another.
+        ssd_cache_paths: Files of the SSD tier, one a shard. One, or several; none: no SSD tier.
+        ssd_cache_capacity_nbytes: Bytes of all of them together, in equal parts; preallocated
+            where the filesystem can.
+        ssd_backend: What writes and reads them. ``auto`` takes cuFile where it is native, else
+            io_uring, else preadv; an explicit choice never silently becomes another.
+        ssd_read_path: What reads objects for pages on a GPU. None: as ``ssd_backend``.
+        ssd_write_queue_depth: Most batches that wait to be written; more are dropped, and counted.
+            None: as the definition says.
+        ssd_write_inflight: Most objects that U writes at once. None: as the definition says.
+        ssd_prefetch_inflight: Most objects that U reads at once. None: as the definition says.
         ssd_persist: Leave the SSD file and its index behind at ``close``, and read them back at
             the next start. Off: the file is removed.
         storage_codec: Representation of stored segments; ``docs/codecs.md`` says what each does.
@@ -77,9 +85,13 @@ class Config:
     """
 
     pool_nbytes: int = GIB
-    ssd_path: Path | None = None
-    ssd_capacity_nbytes: int = 4 * GIB
+    ssd_cache_paths: tuple[Path, ...] = ()
+    ssd_cache_capacity_nbytes: int = 4 * GIB
     ssd_backend: SsdBackend = "auto"
+    ssd_read_path: SsdReadPath | None = None
+    ssd_write_queue_depth: int | None = None
+    ssd_write_inflight: int | None = None
+    ssd_prefetch_inflight: int | None = None
     ssd_persist: bool = False
     storage_codec: str = "none"
     rotation_seed: int = 0
@@ -91,21 +103,28 @@ class Config:
     pool_wait_s: float = 5.0
 
     def __post_init__(self) -> None:
-        path: object = self.ssd_path
-        if isinstance(path, str):
-            path = Path(path)
-            object.__setattr__(self, "ssd_path", path)
+        object.__setattr__(self, "ssd_cache_paths", _as_paths(self.ssd_cache_paths))
         backends = get_args(SsdBackend)
-        some = "a positive number of bytes"
+        read_paths = (None, *get_args(SsdReadPath))
+        some, bound = "a positive number of bytes", "None, or 1 to 65536"
         for setting, stands, accepted in (
             ("pool_nbytes", _is_count(self.pool_nbytes), some),
-            ("ssd_path", path is None or _is_file_name(path), "the path of a file, or None"),
             (
-                "ssd_capacity_nbytes",
-                _is_count(self.ssd_capacity_nbytes),
-                some,
+                "ssd_cache_paths",
+                all(map(_is_file_name, self.ssd_cache_paths))
+                and len(set(self.ssd_cache_paths)) == len(self.ssd_cache_paths),
+                "paths of files, each another",
             ),
+            ("ssd_cache_capacity_nbytes", _is_count(self.ssd_cache_capacity_nbytes), some),
             ("ssd_backend", self.ssd_backend in backends, ", ".join(backends)),
+            (
+                "ssd_read_path",
+                self.ssd_read_path in read_paths,
+                f"None, {', '.join(read_paths[1:])}",
+            ),
+            ("ssd_write_queue_depth", _is_bound(self.ssd_write_queue_depth), bound),
+            ("ssd_write_inflight", _is_bound(self.ssd_write_inflight), bound),
+            ("ssd_prefetch_inflight", _is_bound(self.ssd_prefetch_inflight), bound),
             ("ssd_persist", isinstance(self.ssd_persist, bool), "True or False"),
             ("storage_codec", self.storage_codec in STORAGE_CODECS, ", ".join(STORAGE_CODECS)),
             ("rotation_seed", _is_seed(self.rotation_seed), "0 to 2**64 - 1"),
@@ -122,12 +141,26 @@ class Config:
         ):
             if not stands:
                 raise ConfigError(f"{setting}: {getattr(self, setting)!r}; accepted: {accepted}")
-        if self.ssd_persist and self.ssd_path is None:
-            raise ConfigError("ssd_persist: True without an ssd_path; accepted: with one")
+        for setting in ("ssd_persist", "ssd_read_path"):
+            if getattr(self, setting) and not self.ssd_cache_paths:
+                seen = f"{getattr(self, setting)!r} without ssd_cache_paths"
+                raise ConfigError(f"{setting}: {seen}; accepted: with one or more")
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_bound(value: object) -> bool:
+    return value is None or (_is_count(value) and cast("int", value) <= _MOST_IN_FLIGHT)
+
+
+def _as_paths(value: object) -> tuple[Any, ...]:
+    """One path or several, as they may be given; anything else is left to be refused."""
+    if value is None:
+        return ()
+    several = value if isinstance(value, list | tuple) else (value,)
+    return tuple(Path(path) if isinstance(path, str) else path for path in several)
 
 
 def _is_seed(value: object) -> bool:

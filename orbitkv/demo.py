@@ -117,8 +117,8 @@ class _Task:
         """Settings of a manager that leaves its SSD file behind for the next one."""
         return replace(
             self.config_without_ssd(),
-            ssd_path=Path(self.ssd_path),
-            ssd_capacity_nbytes=self.ssd_nbytes,
+            ssd_cache_paths=(Path(self.ssd_path),),
+            ssd_cache_capacity_nbytes=self.ssd_nbytes,
             ssd_backend=self.ssd_backend,
             ssd_persist=True,
         )
@@ -168,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"UTF-8 text to continue (default: {PROMPT_TOKENS} tokens of one that comes with it)",
     )
     parser.add_argument(
-        "--ssd-path",
+        "--ssd-cache-path",
         type=Path,
         metavar="P",
         help="file to make for the SSD tier, removed at the end (default: a temporary one)",
@@ -241,7 +241,7 @@ def _demonstrate(args: argparse.Namespace, nvcomp_library: str | None) -> dict[s
     model_path, gguf_file = find_model(args.model)
     text, text_name = read_text(args.prompt_file, flag="--prompt-file")
     check_installed(NEEDED_FOR_GGUF if gguf_file else ())
-    with _ssd_file(args.ssd_path) as ssd_path:
+    with _ssd_file(args.ssd_cache_path) as ssd_path:
         with _step(console, f"loading {args.model}"):
             token_ids, tokenizer = tokenize(model_path, gguf_file, text)
             if args.prompt_file is None:
@@ -275,7 +275,7 @@ def _ssd_file(path: Path | None) -> Iterator[Path]:
         try:
             temporary = tempfile.TemporaryDirectory(prefix="orbitkv-demo-", dir=where)
         except OSError as error:
-            raise ConfigError(f"no temporary file: {error}; accepted: --ssd-path") from error
+            raise ConfigError(f"no temporary file: {error}; accepted: --ssd-cache-path") from error
         with temporary as directory:
             yield Path(directory) / "kv"
         return
@@ -283,7 +283,9 @@ def _ssd_file(path: Path | None) -> Iterator[Path]:
     try:
         path.open("xb").close()
     except OSError as error:
-        raise ConfigError(f"--ssd-path {path}: {error.strerror}; accepted: {accepted}") from error
+        raise ConfigError(
+            f"--ssd-cache-path {path}: {error.strerror}; accepted: {accepted}"
+        ) from error
     try:
         yield path
     finally:

@@ -27,7 +27,7 @@ def open_manager() -> Iterator[ManagerFactory]:
     opened: list[Manager] = []
 
     def open_one(*, lanes: Lanes | None = None, **settings: object) -> Manager:
-        small = {"pool_nbytes": MIB, "ssd_capacity_nbytes": MIB, "lock_memory": False}
+        small = {"pool_nbytes": MIB, "ssd_cache_capacity_nbytes": MIB, "lock_memory": False}
         config = Config(**{**small, **settings})  # type: ignore[arg-type]
         manager = Manager(config) if lanes is None else FaultyManager(config, lanes)
         opened.append(manager)

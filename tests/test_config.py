@@ -116,7 +116,7 @@ def test_what_is_shown_is_within_a_tenth_of_the_unit(nbytes: int) -> None:
 
 def test_the_defaults_keep_a_gibibyte_in_dram_and_nothing_on_ssd() -> None:
     config = Config()
-    assert (config.pool_nbytes, config.ssd_path) == (GIB, None)
+    assert (config.pool_nbytes, config.ssd_cache_paths) == (GIB, ())
     assert (config.save_pipeline, config.restore_pipeline) == ("save", "restore")
 
 
@@ -133,14 +133,17 @@ def test_a_config_cannot_be_changed() -> None:
         ({"pool_nbytes": 1.5}, "pool_nbytes: 1.5; accepted: a positive"),
         ({"pool_nbytes": True}, "pool_nbytes: True; accepted: a positive"),
         ({"pool_nbytes": "8gb"}, "pool_nbytes: '8gb'; accepted: a positive"),
-        ({"ssd_capacity_nbytes": 0}, "ssd_capacity_nbytes: 0; accepted: a positive"),
+        ({"ssd_cache_capacity_nbytes": 0}, "ssd_cache_capacity_nbytes: 0; accepted: a positive"),
         ({"storage_codec_budget_nbytes": 0}, "storage_codec_budget_nbytes: 0; accepted: a"),
         ({"ssd_backend": "aio"}, "ssd_backend: 'aio'; accepted: auto, uring, preadv"),
         ({"storage_codec": "zip"}, "storage_codec: 'zip'; accepted: none"),
         ({"nvcomp_library": ""}, "nvcomp_library: ''; accepted: a path or name, or None"),
         ({"nvcomp_library": Path("a")}, "nvcomp_library: PosixPath('a'); accepted: a path or"),
         ({"pool_wait_s": -0.1}, "pool_wait_s: -0.1; accepted: zero or more seconds"),
-        ({"ssd_persist": True}, "ssd_persist: True without an ssd_path; accepted: with one"),
+        (
+            {"ssd_persist": True},
+            "ssd_persist: True without ssd_cache_paths; accepted: with one or more",
+        ),
     ],
 )
 def test_a_setting_that_is_not_accepted_is_said_in_one_line(
@@ -157,7 +160,7 @@ def test_a_setting_that_is_not_accepted_is_said_in_one_line(
 def test_every_documented_value_is_accepted(backend: Any, tmp_path: Path) -> None:  # noqa: ANN401
     config = Config(
         pool_nbytes=1,
-        ssd_path=tmp_path / "ssd",
+        ssd_cache_paths=tmp_path / "ssd",
         ssd_backend=backend,
         ssd_persist=True,
         pool_wait_s=0,

@@ -100,8 +100,8 @@ def files(tmp_path: Path) -> Path:
         ("--prompt-file {}/binary", "can't decode byte 0xff in position 0"),
         ("--prompt-file {}/short", "32 tokens; accepted: 33 or more"),
         ("--prompt-file {}/long", "500 tokens and 32 new ones; accepted: 512 together"),
-        ("--ssd-path {}/mine", "File exists; accepted: a path where a file can be made"),
-        ("--ssd-path {}/none/kv", "No such file or directory; accepted: a path where"),
+        ("--ssd-cache-path {}/mine", "File exists; accepted: a path where a file can be made"),
+        ("--ssd-cache-path {}/none/kv", "No such file or directory; accepted: a path where"),
         ("--new-tokens 0", "--new-tokens: 0; accepted: 1 or more"),
         ("--pool-size much", "--pool-size: 'much' is not a size; accepted: a number of bytes"),
         ("--pool-size 64KiB", "--pool-size 64KiB; accepted: 114688 bytes or more, for the 4 pages"),
@@ -163,7 +163,7 @@ def test_a_checkpoint_comes_back_in_a_new_process(
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     ssd_path = tmp_path / "kv.ssd"
-    arguments = ["--model", tiny_model, "--prompt-file", prompt, "--ssd-path", ssd_path]
+    arguments = ["--model", tiny_model, "--prompt-file", prompt, "--ssd-cache-path", ssd_path]
     assert run_demo(*arguments, "--json") == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)
@@ -185,7 +185,7 @@ def test_a_new_process_that_finds_nothing_is_exit_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def without_its_file(task: demo._Task) -> demo._Run:
-        other = dataclasses.replace(task, ssd_path=f"{task.ssd_path}.other")
+        other = dataclasses.replace(task, ssd_cache_paths=f"{task.ssd_path}.other")
         return demo._second_process(other)
 
     monkeypatch.setattr(demo, "_run_second_process", without_its_file)
@@ -290,7 +290,7 @@ def test_a_new_process_that_dies_is_told(
 
 def test_an_interrupt_leaves_nothing_behind(tiny_model: Path, prompt: Path, tmp_path: Path) -> None:
     ssd_path = tmp_path / "kv.ssd"
-    arguments = ["--model", tiny_model, "--prompt-file", prompt, "--ssd-path", ssd_path]
+    arguments = ["--model", tiny_model, "--prompt-file", prompt, "--ssd-cache-path", ssd_path]
     with subprocess.Popen(
         [*COMMAND, "demo", *map(str, arguments)],
         cwd=ROOT,

@@ -241,8 +241,12 @@ class Core:
             return self._wrap_lane(lane)
         if node.lane_kind != "ring":
             return self._wrap_lane(HostLane(node.lane))
+        backend = self.config.ssd_backend
         ring = open_io_lane(
-            node.lane, depth=node.depth, backend=self.config.ssd_backend, log=self._log.info
+            node.lane,
+            depth=node.depth,
+            backend="auto" if backend == "cufile" else backend,
+            log=self._log.info,
         )
         self._io_lanes.append(ring)
         return self._wrap_lane(ring)
@@ -654,9 +658,11 @@ def _check_hashes(hashes: Iterable[object]) -> None:
 
 def _open_tiers(config: Config) -> Catalogue:
     pool = Pool(config.pool_nbytes, lock_memory=config.lock_memory)
-    if config.ssd_path is None:
+    if not config.ssd_cache_paths:
         return Catalogue(pool, None)
-    store = ExtentStore(config.ssd_path, config.ssd_capacity_nbytes, persist=config.ssd_persist)
+    store = ExtentStore(
+        config.ssd_cache_paths[0], config.ssd_cache_capacity_nbytes, persist=config.ssd_persist
+    )
     return Catalogue(pool, store)
 
 

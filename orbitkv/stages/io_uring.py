@@ -139,7 +139,7 @@ class ReadExtents:
 
 
 def _no_ssd(config: Config) -> str | None:
-    return None if config.ssd_path else "no SSD path is configured (--ssd-path)"
+    return None if config.ssd_cache_paths else "no SSD path is configured (--ssd-cache-path)"
 
 
 def _memory(copy: Copy) -> Bytes:

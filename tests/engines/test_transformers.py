@@ -342,8 +342,8 @@ def test_pages_come_back_from_ssd(model: LlamaForCausalLM, tmp_path: Path) -> No
     config = Config(
         pool_nbytes=4 * MIB,
         lock_memory=False,
-        ssd_path=tmp_path / "kv",
-        ssd_capacity_nbytes=4 * MIB,
+        ssd_cache_paths=tmp_path / "kv",
+        ssd_cache_capacity_nbytes=4 * MIB,
     )
     tokens = make_tokens(4 * PAGE + 1)
     with Manager(config) as manager, OrbitKVCache(manager, model) as kv:
@@ -513,8 +513,8 @@ def test_where_bands_of_a_page_differ_the_slowest_tier_counts(
     config = Config(
         pool_nbytes=4 * MIB,
         lock_memory=False,
-        ssd_path=tmp_path / "kv",
-        ssd_capacity_nbytes=4 * MIB,
+        ssd_cache_paths=tmp_path / "kv",
+        ssd_cache_capacity_nbytes=4 * MIB,
     )
     tokens = make_tokens(4 * PAGE + 1)
     with Manager(config) as manager, OrbitKVCache(manager, model, bands=3) as kv:

@@ -216,8 +216,8 @@ def test_pages_come_back_from_ssd(engine: GreedyEngine, tmp_path: Path) -> None:
     config = Config(
         pool_nbytes=32 * MIB,
         lock_memory=False,
-        ssd_path=tmp_path / "kv",
-        ssd_capacity_nbytes=32 * MIB,
+        ssd_cache_paths=tmp_path / "kv",
+        ssd_cache_capacity_nbytes=32 * MIB,
     )
     with Manager(config) as manager, OrbitKVCache(manager, engine.model) as kv:
         prompt = Prompt(kv, engine, make_tokens(4 * PAGE + 1))

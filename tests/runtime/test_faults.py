@@ -113,7 +113,7 @@ def test_failed_write_is_abandoned_and_written_by_a_later_flush(
     open_manager: ManagerFactory, ssd_path: Path, result: int | OSError
 ) -> None:
     lanes = Lanes()
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path)
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     wanted = [engine.page(index) for index in range(PAGES)]
     victim = []
@@ -142,7 +142,7 @@ def test_ssd_that_refuses_every_write_never_hurts_what_dram_serves(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
     lanes = Lanes(on_write=lambda transfer: refusal(errno.EIO))
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path)
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     for index in range(PAGES):
         engine.save({page_hash(index): index})
@@ -159,7 +159,7 @@ def test_lane_that_fails_as_a_whole_is_a_bug_that_stops_saves_and_nothing_else(
     def broken(transfer: Transfer) -> int | OSError | None:
         raise ZeroDivisionError("a bug in a lane")
 
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path)
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     engine.save(numbered(PAGES))
     manager.flush()
@@ -185,7 +185,7 @@ def test_failed_read_is_a_miss_of_exactly_that_page(
     open_manager: ManagerFactory, ssd_path: Path, result: int | OSError
 ) -> None:
     lanes = Lanes()
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path)
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     wanted = [engine.page(index) for index in range(PAGES)]
     engine.save(numbered(PAGES))
@@ -227,7 +227,7 @@ def fill(engine: Engine, index: int, page: bytes) -> None:
 def test_truncated_ssd_file_yields_misses_and_never_wrong_bytes(
     open_manager: ManagerFactory, ssd_path: Path, backend: str, left: int
 ) -> None:
-    manager = open_manager(ssd_path=ssd_path, ssd_backend=backend)
+    manager = open_manager(ssd_cache_paths=ssd_path, ssd_backend=backend)
     engine = Engine.register(manager)
     wanted = [engine.page(index) for index in range(PAGES)]
     engine.save(numbered(PAGES))
@@ -249,7 +249,7 @@ def test_ssd_file_that_lost_its_bytes_yields_misses(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
     """Holes read as zeros, and zeros are no object."""
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     engine.save(numbered(PAGES))
     manager.flush(evict_dram=True)
@@ -265,7 +265,7 @@ def test_extent_that_holds_another_object_yields_a_miss(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
     """Whole, sound, and not what was asked for: the key's digest tells."""
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     wanted = [engine.page(index) for index in range(PAGES)]
     engine.save(numbered(PAGES))
@@ -285,7 +285,7 @@ def test_older_generation_in_an_extent_yields_a_miss(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
     """The right key, whole and sound, but from before the page was saved anew."""
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     wanted = [engine.page(index) for index in range(PAGES)]
     engine.save(numbered(PAGES))
@@ -330,7 +330,7 @@ def test_flipped_bit_in_dram_is_a_miss_of_exactly_that_page_and_a_new_save_repai
 def test_flipped_bit_on_ssd_is_a_miss_of_exactly_that_page_and_a_new_save_repairs_it(
     open_manager: ManagerFactory, ssd_path: Path, region: str
 ) -> None:
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     engine = Engine.register(manager, pages=PAGES)
     wanted = [engine.page(index) for index in range(PAGES)]
     engine.save(numbered(PAGES))
@@ -357,7 +357,7 @@ def test_flipped_bit_hides_no_neighbour_asked_for_by_itself(open_manager: Manage
 def test_corrupt_dram_copy_leaves_the_sound_one_on_ssd(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     engine = Engine.register(manager, pages=PAGES)
     wanted = engine.page(VICTIM)
     engine.save(numbered(PAGES))
@@ -392,7 +392,7 @@ def test_page_with_one_corrupt_state_group_is_a_miss_as_a_whole(
     open_manager: ManagerFactory, ssd_path: Path, tier: Tier
 ) -> None:
     """No group of a page is placed where another one of it is missing."""
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     engine = Engine.register(manager, geometry=grouped_geometry())
     wanted = [engine.page(index) for index in range(3)]
     engine.save(numbered(3))
@@ -501,7 +501,7 @@ def test_cancel_ends_a_publish_that_waits_for_pool_memory(open_manager: ManagerF
 def test_cancel_ends_a_demand_read_that_waits_for_pool_memory(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    manager = open_manager(pool_nbytes=BLOCK, ssd_path=ssd_path, pool_wait_s=3600.0)
+    manager = open_manager(pool_nbytes=BLOCK, ssd_cache_paths=ssd_path, pool_wait_s=3600.0)
     engine = Engine.register(manager)
     engine.save({page_hash("on ssd"): 0})
     manager.flush(evict_dram=True)
@@ -525,7 +525,7 @@ def test_cancel_waits_for_submitted_io_of_a_restore(
     open_manager: ManagerFactory, ssd_path: Path, lane: str
 ) -> None:
     lanes, gate = Lanes(), Gate()
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path)
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     engine.save(numbered(2))
     manager.flush(evict_dram=True)
@@ -607,7 +607,7 @@ def test_cancel_at_any_point_leaves_nothing_and_yields_no_wrong_bytes(
 ) -> None:
     """Gates at the n-th step of each lane in turn: cancel there, for publish and for restore."""
     lanes = Lanes()
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path)
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     wanted = [engine.page(index) for index in range(4)]
 
@@ -779,7 +779,7 @@ def test_flush_ends_after_a_bug_has_stopped_the_save_pipeline(
 ) -> None:
     lanes, gate = Lanes(), Gate()
     lanes.before["ring:write"] = gate.pass_through
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path, **with_planned_stages(tmp_path))
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path, **with_planned_stages(tmp_path))
     engine = Engine.register(manager, pages=16)
     for page, index in numbered(12).items():
         engine.save({page: index})

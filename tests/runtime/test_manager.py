@@ -77,7 +77,7 @@ def test_saved_pages_come_back_from_dram_byte_for_byte(open_manager: ManagerFact
 def test_saved_pages_come_back_from_ssd_byte_for_byte(
     open_manager: ManagerFactory, ssd_path: Path, backend: str
 ) -> None:
-    manager = open_manager(ssd_path=ssd_path, ssd_backend=backend)
+    manager = open_manager(ssd_cache_paths=ssd_path, ssd_backend=backend)
     engine = Engine.register(manager)
     wanted = [engine.page(index) for index in range(8)]
     engine.save(numbered(8))
@@ -103,7 +103,7 @@ def test_pages_may_go_to_other_places_than_they_came_from(open_manager: ManagerF
 
 
 def test_one_restore_mixes_tiers(open_manager: ManagerFactory, ssd_path: Path) -> None:
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     wanted = [engine.page(index) for index in range(6)]
     pages = numbered(6)
@@ -123,7 +123,9 @@ def test_request_of_many_batches_is_one_ticket(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
     """More segments and more bytes than one batch takes, and more than the queues hold."""
-    manager = open_manager(pool_nbytes=48 * MIB, ssd_path=ssd_path, ssd_capacity_nbytes=48 * MIB)
+    manager = open_manager(
+        pool_nbytes=48 * MIB, ssd_cache_paths=ssd_path, ssd_cache_capacity_nbytes=48 * MIB
+    )
     engine = Engine.register(manager, pages=40, geometry=big_geometry(MIB))
     wanted = [hash(engine.page(index)) for index in range(40)]
     engine.save(numbered(40))
@@ -458,7 +460,7 @@ def test_save_edge_too_small_for_one_page_is_told_at_registration(
 ) -> None:
     small = edge.replace("128 MiB", "4 KiB").replace("64 MiB", "4 KiB").replace("256 MiB", "4 KiB")
     save = definition(tmp_path, "save", (edge, small))
-    manager = open_manager(save_pipeline=save, ssd_path=ssd_path)
+    manager = open_manager(save_pipeline=save, ssd_cache_paths=ssd_path)
     with pytest.raises(ImpossibleRequest, match=f"too small for it: pipeline .*: {BLOCK}$"):
         Engine.register(manager, geometry=big_geometry(BLOCK))
 
@@ -486,7 +488,7 @@ def test_restore_edge_too_small_for_one_page_is_told_at_registration(
 def test_ssd_too_small_for_one_page_serves_from_dram_and_says_what_is_unwritten(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    manager = open_manager(ssd_path=ssd_path, ssd_capacity_nbytes=BLOCK)
+    manager = open_manager(ssd_cache_paths=ssd_path, ssd_cache_capacity_nbytes=BLOCK)
     engine = Engine.register(manager, geometry=big_geometry(BLOCK))
     engine.save(numbered(2))
     assert manager.flush().unwritten == 2
@@ -530,7 +532,7 @@ def test_request_larger_than_the_pool_is_saved_batch_by_batch(
 def test_demand_read_without_memory_in_time_is_a_counted_miss(
     open_manager: ManagerFactory, ssd_path: Path, wait_s: float
 ) -> None:
-    manager = open_manager(pool_nbytes=2 * BLOCK, ssd_path=ssd_path, pool_wait_s=wait_s)
+    manager = open_manager(pool_nbytes=2 * BLOCK, ssd_cache_paths=ssd_path, pool_wait_s=wait_s)
     engine = Engine.register(manager)
     engine.save({page_hash("on ssd"): 0})
     manager.flush(evict_dram=True)
@@ -547,7 +549,7 @@ def test_demand_read_without_memory_in_time_is_a_counted_miss(
 def test_demand_read_goes_before_saves_that_wait(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    manager = open_manager(pool_nbytes=BLOCK, ssd_path=ssd_path)
+    manager = open_manager(pool_nbytes=BLOCK, ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     engine.save({page_hash("on ssd"): 0})
     manager.flush(evict_dram=True)
@@ -574,7 +576,7 @@ def test_demand_read_goes_before_saves_that_wait(
 def test_namespaces_with_equal_hashes_never_see_each_others_bytes(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     left = Engine.register(manager, seed=1, name="left")
     right = Engine.register(manager, seed=2, name="right")
     wanted = left.page(0), right.page(0)
@@ -595,7 +597,7 @@ def test_namespaces_with_equal_hashes_never_see_each_others_bytes(
 def test_threads_that_publish_the_same_page_make_one_object(
     open_manager: ManagerFactory, ssd_path: Path, threads: int
 ) -> None:
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     engines = [Engine.register(manager) for _ in range(threads)]
     together = threading.Barrier(threads)
 
@@ -633,7 +635,7 @@ def test_publishes_that_race_before_either_is_resident_are_both_saved(
 def test_page_is_a_hit_only_if_every_state_group_of_it_is_there(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     engine = Engine.register(manager, geometry=grouped_geometry())
     wanted = engine.page(0)
     engine.save(numbered(2))
@@ -665,7 +667,10 @@ def test_methods_may_be_called_from_sixteen_threads_at_once(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
     manager = open_manager(
-        pool_nbytes=24 * BLOCK, ssd_path=ssd_path, ssd_capacity_nbytes=256 * BLOCK, pool_wait_s=20.0
+        pool_nbytes=24 * BLOCK,
+        ssd_cache_paths=ssd_path,
+        ssd_cache_capacity_nbytes=256 * BLOCK,
+        pool_wait_s=20.0,
     )
     source = Engine.register(manager, pages=32)
     wanted = [source.page(index) for index in range(32)]
@@ -710,7 +715,10 @@ def test_methods_may_be_called_from_sixteen_threads_at_once(
 def test_every_method_has_a_twin_for_an_event_loop(ssd_path: Path) -> None:
     async def scenario() -> None:
         config = Config(
-            pool_nbytes=MIB, ssd_path=ssd_path, ssd_capacity_nbytes=MIB, lock_memory=False
+            pool_nbytes=MIB,
+            ssd_cache_paths=ssd_path,
+            ssd_cache_capacity_nbytes=MIB,
+            lock_memory=False,
         )
         geometry = toy_geometry()
         tensors = tensors_of(geometry, 4)
@@ -896,7 +904,7 @@ def test_close_with_work_in_flight_ends_all_of_it_and_leaves_nothing(
 ) -> None:
     lanes = Lanes()
     gates = {name: Gate() for name in ("stream:save", "ring:write", "ring:read")}
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path, pool_nbytes=8 * BLOCK)
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path, pool_nbytes=8 * BLOCK)
     engine = Engine.register(manager)
     engine.save(numbered(2))
     manager.flush(evict_dram=True)
@@ -934,7 +942,7 @@ def test_close_answers_those_who_still_wait_for_a_flush(
 ) -> None:
     lanes, gate = Lanes(), Gate()
     lanes.before["ring:write"] = gate.pass_through
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path)
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     engine.save(numbered(4))
     answers: list[object] = []
@@ -977,7 +985,7 @@ def test_faulty_definition_refuses_to_start_with_every_fault(
         tmp_path, "save", ('"gather"', '"gathr"'), ("items = 4", "items = 0"), ("depth", "dept")
     )
     with pytest.raises(GraphError) as caught:
-        Manager(Config(save_pipeline=save, ssd_path=ssd_path))
+        Manager(Config(save_pipeline=save, ssd_cache_paths=ssd_path))
     assert len(caught.value.faults) >= 3
     assert not ssd_path.exists()
 
@@ -1001,7 +1009,7 @@ def test_without_a_path_the_ssd_arm_is_off_with_the_reason_and_dram_works(
 def test_direct_and_peer_arms_are_off_with_a_reason_where_nothing_gives_them(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    unavailable = open_manager(ssd_path=ssd_path).statistics().unavailable
+    unavailable = open_manager(ssd_cache_paths=ssd_path).statistics().unavailable
     assert set(unavailable["save"]) == {"G", "S", "P"}
     assert set(unavailable["restore"]) == {"G", "S", "P", "V"}
     assert all(reason for reasons in unavailable.values() for reason in reasons.values())
@@ -1016,7 +1024,11 @@ def test_required_node_that_cannot_run_refuses_to_start_with_the_reason(
     required = definition(tmp_path, pipeline, (f"{node} = {{ ", f"{node} = {{ required = true, "))
     settings = {f"{pipeline}_pipeline": required}
     with pytest.raises(Unavailable, match=f"'{pipeline}' cannot start: node {node}: .{{10,}}"):
-        Manager(Config(ssd_path=ssd_path, pool_nbytes=MIB, ssd_capacity_nbytes=MIB, **settings))  # type: ignore[arg-type]
+        Manager(
+            Config(
+                ssd_cache_paths=ssd_path, pool_nbytes=MIB, ssd_cache_capacity_nbytes=MIB, **settings
+            )
+        )  # type: ignore[arg-type]
     assert list(tmp_path.glob("kv.ssd*")) == [], "a refused start left something behind"
 
 
@@ -1040,7 +1052,7 @@ def test_explicit_backend_that_cannot_be_had_refuses_to_start(
     ssd_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orbitkv.runtime.uring.probe_io_uring", lambda: "forbidden here")
-    settings = {"ssd_path": ssd_path, "ssd_capacity_nbytes": MIB, "pool_nbytes": MIB}
+    settings = {"ssd_cache_paths": ssd_path, "ssd_cache_capacity_nbytes": MIB, "pool_nbytes": MIB}
     with pytest.raises(Unavailable, match="io_uring cannot be used: forbidden here"):
         Manager(Config(ssd_backend="uring", **settings))  # type: ignore[arg-type]
     assert not ssd_path.exists()
@@ -1055,7 +1067,7 @@ def test_explicit_backend_that_cannot_be_had_refuses_to_start(
 
 
 def test_ssd_file_is_gone_after_close(open_manager: ManagerFactory, ssd_path: Path) -> None:
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     assert ssd_path.exists()
     manager.close()
     assert list(ssd_path.parent.iterdir()) == []
@@ -1064,7 +1076,7 @@ def test_ssd_file_is_gone_after_close(open_manager: ManagerFactory, ssd_path: Pa
 def test_persisted_pages_come_back_in_another_manager(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    settings = {"ssd_path": ssd_path, "ssd_persist": True}
+    settings = {"ssd_cache_paths": ssd_path, "ssd_persist": True}
     engine = Engine.register(open_manager(**settings))
     wanted = [engine.page(index) for index in range(4)]
     engine.save(numbered(4))
@@ -1079,19 +1091,21 @@ def test_persisted_pages_come_back_in_another_manager(
 def test_persisted_pages_survive_a_smaller_capacity_as_far_as_they_fit(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    settings = {"ssd_path": ssd_path, "ssd_persist": True}
+    settings = {"ssd_cache_paths": ssd_path, "ssd_persist": True}
     engine = Engine.register(open_manager(**settings))
     wanted = {page: engine.page(index) for page, index in numbered(8).items()}
     engine.save(numbered(8))
     engine.manager.flush()
     engine.manager.close()
-    again = Engine.register(open_manager(**settings, ssd_capacity_nbytes=3 * BLOCK), seed=None)
+    again = Engine.register(
+        open_manager(**settings, ssd_cache_capacity_nbytes=3 * BLOCK), seed=None
+    )
     found = [page for page in numbered(8) if again.hits([page])]
     assert len(found) == 3
     assert again.restored({page: i for i, page in enumerate(found)}) == tuple(found)
     assert [again.page(i) for i in range(3)] == [wanted[page] for page in found]
     again.manager.close()
-    wide = Engine.register(open_manager(**settings, ssd_capacity_nbytes=4 * MIB), seed=None)
+    wide = Engine.register(open_manager(**settings, ssd_cache_capacity_nbytes=4 * MIB), seed=None)
     assert [page for page in numbered(8) if wide.hits([page])] == found
 
 
@@ -1109,7 +1123,7 @@ def test_persisted_pages_survive_a_smaller_capacity_as_far_as_they_fit(
 def test_damaged_index_is_a_cold_or_partial_start_and_never_wrong_bytes(
     open_manager: ManagerFactory, ssd_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
-    settings = {"ssd_path": ssd_path, "ssd_persist": True}
+    settings = {"ssd_cache_paths": ssd_path, "ssd_persist": True}
     engine = Engine.register(open_manager(**settings))
     wanted = [engine.page(index) for index in range(4)]
     engine.save(numbered(4))
@@ -1132,7 +1146,7 @@ def test_index_whose_rows_changed_places_yields_misses(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
     """Every row is well-formed, and each names another object's extent."""
-    settings = {"ssd_path": ssd_path, "ssd_persist": True}
+    settings = {"ssd_cache_paths": ssd_path, "ssd_persist": True}
     engine = Engine.register(open_manager(**settings))
     engine.save(numbered(2))
     engine.manager.flush()
@@ -1152,12 +1166,13 @@ def test_index_whose_rows_changed_places_yields_misses(
 def test_second_manager_on_one_path_is_refused_with_the_first_ones_pid(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    engine = Engine.register(open_manager(ssd_path=ssd_path))
+    engine = Engine.register(open_manager(ssd_cache_paths=ssd_path))
     script = f"""
 from pathlib import Path
 from orbitkv import Config, Manager, OrbitError
 try:
-    Manager(Config(pool_nbytes=4096, ssd_path=Path({str(ssd_path)!r}), ssd_capacity_nbytes=4096))
+    path = Path({str(ssd_path)!r})
+    Manager(Config(pool_nbytes=4096, ssd_cache_paths=path, ssd_cache_capacity_nbytes=4096))
 except OrbitError as error:
     print(type(error).__name__, error)
 """
@@ -1166,7 +1181,9 @@ except OrbitError as error:
     )
     assert done.stdout.strip() == f"StoreError ssd path {ssd_path}: in use by process {os.getpid()}"
     with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
-        Manager(Config(pool_nbytes=BLOCK, ssd_path=ssd_path, ssd_capacity_nbytes=BLOCK))
+        Manager(
+            Config(pool_nbytes=BLOCK, ssd_cache_paths=ssd_path, ssd_cache_capacity_nbytes=BLOCK)
+        )
     engine.save(numbered(2))
     assert engine.manager.flush(evict_dram=True).unwritten == 0
     assert len(engine.restored(numbered(2))) == 2
@@ -1189,15 +1206,17 @@ def test_ssd_path_that_cannot_be_used_refuses_to_start(
         Manager(
             Config(
                 pool_nbytes=BLOCK,
-                ssd_path=Path(path.format(tmp=tmp_path)),
-                ssd_capacity_nbytes=BLOCK,
+                ssd_cache_paths=Path(path.format(tmp=tmp_path)),
+                ssd_cache_capacity_nbytes=BLOCK,
             )
         )
 
 
 def test_ssd_capacity_above_the_free_disk_refuses_to_start_and_names_both(ssd_path: Path) -> None:
     with pytest.raises(StoreError, match=r"capacity 1024 TiB; free on that filesystem: \d"):
-        Manager(Config(pool_nbytes=BLOCK, ssd_path=ssd_path, ssd_capacity_nbytes=2**50))
+        Manager(
+            Config(pool_nbytes=BLOCK, ssd_cache_paths=ssd_path, ssd_cache_capacity_nbytes=2**50)
+        )
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm")
@@ -1206,7 +1225,7 @@ def test_ssd_on_tmpfs_serves_whether_or_not_it_takes_o_direct(
     open_manager: ManagerFactory, backend: str
 ) -> None:
     path = Path("/dev/shm") / f"orbitkv-test-{os.getpid()}"
-    engine = Engine.register(open_manager(ssd_path=path, ssd_backend=backend))
+    engine = Engine.register(open_manager(ssd_cache_paths=path, ssd_backend=backend))
     wanted = engine.page(0)
     engine.save(numbered(1))
     assert engine.manager.flush(evict_dram=True).unwritten == 0
@@ -1229,7 +1248,7 @@ def test_filesystem_that_refuses_o_direct_serves_buffered(
         return real(path, flags, mode)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", refuse_direct)
-    engine = Engine.register(open_manager(ssd_path=ssd_path, ssd_backend=backend))
+    engine = Engine.register(open_manager(ssd_cache_paths=ssd_path, ssd_backend=backend))
     wanted = engine.page(0)
     engine.save(numbered(1))
     assert engine.manager.flush(evict_dram=True).unwritten == 0
@@ -1239,7 +1258,7 @@ def test_filesystem_that_refuses_o_direct_serves_buffered(
 
 
 def test_full_ssd_evicts_what_nobody_reads(open_manager: ManagerFactory, ssd_path: Path) -> None:
-    manager = open_manager(ssd_path=ssd_path, ssd_capacity_nbytes=3 * BLOCK)
+    manager = open_manager(ssd_cache_paths=ssd_path, ssd_cache_capacity_nbytes=3 * BLOCK)
     engine = Engine.register(manager)
     for page, index in numbered(6).items():
         engine.save({page: index})
@@ -1264,7 +1283,7 @@ def test_slow_ssd_never_stalls_publication_and_flush_writes_what_was_dropped(
         ('to = "U", items = 64, bytes = "256 MiB"', narrow),
         ("depth = 8", "depth = 1"),
     )
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path, save_pipeline=save)
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path, save_pipeline=save)
     engine = Engine.register(manager, pages=16)
     try:
         for page, index in numbered(16).items():
@@ -1288,7 +1307,7 @@ def test_write_of_an_object_that_was_evicted_meanwhile_is_skipped(
 ) -> None:
     lanes, gate = Lanes(), Gate()
     lanes.before["ring:write"] = gate.pass_through
-    save_depth_one = open_manager(lanes=lanes, ssd_path=ssd_path, pool_nbytes=10 * BLOCK)
+    save_depth_one = open_manager(lanes=lanes, ssd_cache_paths=ssd_path, pool_nbytes=10 * BLOCK)
     engine = Engine.register(save_depth_one, pages=32)
     try:
         for page, index in numbered(32).items():
@@ -1353,7 +1372,7 @@ def test_two_slots_on_one_memory_are_refused(open_manager: ManagerFactory) -> No
 def test_what_close_could_not_leave_is_raised_once(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    manager = open_manager(ssd_path=ssd_path, ssd_persist=True)
+    manager = open_manager(ssd_cache_paths=ssd_path, ssd_persist=True)
     Engine.register(manager)
     ssd_path.with_name(f"{ssd_path.name}.index").mkdir()
     with pytest.raises(StoreError, match="closing"):

@@ -454,7 +454,7 @@ def test_pages_come_back_from_ssd(
 ) -> None:
     geometry = geometry_of()
     engine = Pages(
-        opened(storage_codec=codec, ssd_path=ssd_path, ssd_capacity_nbytes=8 * MIB),
+        opened(storage_codec=codec, ssd_cache_paths=ssd_path, ssd_cache_capacity_nbytes=8 * MIB),
         geometry,
         dense(geometry, device),
         emulated=device == "emulated",
@@ -693,7 +693,7 @@ def test_ans_segments_are_a_miss_where_the_budget_holds_no_page(
 ) -> None:
     """Saved under one budget, found on SSD under another."""
     geometry = geometry_of()
-    kept = {"ssd_path": ssd_path, "ssd_capacity_nbytes": 8 * MIB, "ssd_persist": True}
+    kept = {"ssd_cache_paths": ssd_path, "ssd_cache_capacity_nbytes": 8 * MIB, "ssd_persist": True}
     first = ans_engine(opened, gpu, geometry, **kept)
     first.save(numbered(3))
     assert first.manager.flush().unwritten == 0

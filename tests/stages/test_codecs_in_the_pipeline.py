@@ -63,7 +63,7 @@ def engine_of(manager: object, made: Geometry, *, seed: int | None = 1) -> Engin
 
 
 def settings(codec: str) -> dict[str, object]:
-    return {"storage_codec": codec, "pool_nbytes": 2**22, "ssd_capacity_nbytes": 2**22}
+    return {"storage_codec": codec, "pool_nbytes": 2**22, "ssd_cache_capacity_nbytes": 2**22}
 
 
 def expected_page(made: Geometry, source: Engine, index: int, codec_name: str) -> list[bytes]:
@@ -112,7 +112,7 @@ def test_a_restored_page_is_what_the_codec_alone_makes_of_it(
         "packed": geometry(packed=True),
         "float16": geometry(dtype="float16"),
     }[shape]
-    manager = open_manager(ssd_path=ssd_path, **settings(codec))
+    manager = open_manager(ssd_cache_paths=ssd_path, **settings(codec))
     source, target = engine_of(manager, made), engine_of(manager, made, seed=None)
     source.save(numbered(PAGES))
     manager.flush(evict_dram=tier is Tier.SSD)
@@ -218,7 +218,7 @@ def test_a_payload_that_no_encoder_writes_is_a_miss_of_that_page(
     open_manager: ManagerFactory, ssd_path: Path, tier: Tier
 ) -> None:
     """The CRC is made anew, so that only the decoder can notice."""
-    manager = open_manager(ssd_path=ssd_path, **settings("turboquant-4"))
+    manager = open_manager(ssd_cache_paths=ssd_path, **settings("turboquant-4"))
     made = geometry()
     source, target = engine_of(manager, made), engine_of(manager, made, seed=None)
     source.save(numbered(PAGES))
@@ -248,11 +248,11 @@ def test_a_payload_that_no_encoder_writes_is_a_miss_of_that_page(
 def test_an_object_of_another_codec_is_never_read_for_ours(
     open_manager: ManagerFactory, ssd_path: Path
 ) -> None:
-    manager = open_manager(ssd_path=ssd_path, ssd_persist=True, **settings("fp8"))
+    manager = open_manager(ssd_cache_paths=ssd_path, ssd_persist=True, **settings("fp8"))
     engine_of(manager, geometry()).save(numbered(PAGES))
     manager.flush()
     manager.close()
-    other = open_manager(ssd_path=ssd_path, ssd_persist=True, **settings("turboquant-4"))
+    other = open_manager(ssd_cache_paths=ssd_path, ssd_persist=True, **settings("turboquant-4"))
     outcome = engine_of(other, geometry(), seed=None).restore(numbered(PAGES))
     assert isinstance(outcome, Miss | Failed)
     assert not isinstance(outcome, Failed)

@@ -107,7 +107,7 @@ def test_a_first_batch_without_anything_to_do_ends(
     opened: ManagerFactory, gpu: str, ssd_path: Path
 ) -> None:
     geometry = geometry_of()
-    manager = opened(ssd_path=ssd_path, ssd_capacity_nbytes=8 * MIB)
+    manager = opened(ssd_cache_paths=ssd_path, ssd_cache_capacity_nbytes=8 * MIB)
     host = Pages(manager, geometry, dense(geometry, "cpu"))
     host.save(numbered(3))
     manager.flush(evict_dram=True)

@@ -110,7 +110,7 @@ def restore(manager: Manager, instance: Instance) -> tuple[Outcome, dict[Tier, i
 
 
 def config(save: str, restore: str, **settings: Any) -> Config:  # noqa: ANN401 - as Config's own
-    settings = {"pool_nbytes": 4 * MIB, "ssd_capacity_nbytes": 4 * MIB, **settings}
+    settings = {"pool_nbytes": 4 * MIB, "ssd_cache_capacity_nbytes": 4 * MIB, **settings}
     return Config(save_pipeline=save, restore_pipeline=restore, lock_memory=False, **settings)
 
 
@@ -161,7 +161,7 @@ def test_dram_only_draws_five_arrows_less_than_half_the_flowchart() -> None:
 
 def test_dram_only_never_writes_an_ssd_that_is_configured(tmp_path: Path) -> None:
     save, fetch = definition("dram-only.save"), definition("dram-only.restore")
-    with Manager(config(save, fetch, ssd_path=tmp_path / "ssd")) as manager:
+    with Manager(config(save, fetch, ssd_cache_paths=tmp_path / "ssd")) as manager:
         check_round_trip(manager, random_pages())
         manager.flush()
         assert manager.statistics().ssd_used_nbytes == 0
@@ -180,7 +180,7 @@ def test_zstd_brings_every_byte_back_from_every_tier(
     tier: Tier,
     tmp_path: Path,
 ) -> None:
-    with Manager(config(*ZSTD, ssd_path=tmp_path / "ssd")) as manager:
+    with Manager(config(*ZSTD, ssd_cache_paths=tmp_path / "ssd")) as manager:
         check_round_trip(manager, pages(), tier=tier)
 
 
@@ -232,7 +232,7 @@ def stored_segments(manager: Manager) -> list[Segment]:
 @pytest.mark.parametrize("tier", list(Tier))
 def test_what_zstd_stored_is_a_miss_under_the_default_restore(tier: Tier, tmp_path: Path) -> None:
     target = zeros()
-    with Manager(config(ZSTD[0], "restore", ssd_path=tmp_path / "ssd")) as manager:
+    with Manager(config(ZSTD[0], "restore", ssd_cache_paths=tmp_path / "ssd")) as manager:
         giver = register(manager, compressible())
         assert isinstance(publish(manager, giver), Saved)
         if tier is Tier.SSD:
@@ -256,7 +256,7 @@ def test_what_zstd_stored_is_a_miss_under_the_default_restore(tier: Tier, tmp_pa
 )
 def test_what_cannot_be_undone_here_makes_room_for_a_new_save(ssd: bool, tmp_path: Path) -> None:  # noqa: FBT001
     path = tmp_path / "ssd" if ssd else None
-    with Manager(config(ZSTD[0], "restore", ssd_path=path)) as manager:
+    with Manager(config(ZSTD[0], "restore", ssd_cache_paths=path)) as manager:
         giver = register(manager, compressible())
         assert isinstance(publish(manager, giver), Saved)
         manager.flush()
@@ -348,7 +348,7 @@ def test_a_required_arm_that_cannot_run_refuses_to_start() -> None:
 
 
 def test_durable_writes_every_page_through_a_queue_of_two(tmp_path: Path) -> None:
-    settings = {"ssd_path": tmp_path / "ssd"}
+    settings = {"ssd_cache_paths": tmp_path / "ssd"}
     with Manager(config(definition("durable.save"), "restore", **settings)) as manager:
         check_round_trip(manager, random_pages(), tier=Tier.SSD)
         counters = manager.statistics().counters
@@ -461,7 +461,7 @@ def test_a_decoder_that_gives_another_length_makes_a_miss_of_that_page_alone(own
 @pytest.mark.parametrize("example", ["dram-only.save", "durable.save"])
 def test_a_definition_needs_no_budget(example: str, tmp_path: Path) -> None:
     save = altered(example, tmp_path, (', budget = "64 MiB"', ""))
-    with Manager(config(save, "restore", ssd_path=tmp_path / "ssd")) as manager:
+    with Manager(config(save, "restore", ssd_cache_paths=tmp_path / "ssd")) as manager:
         check_round_trip(manager, padded())
 
 

@@ -108,7 +108,7 @@ def test_padding_is_zero_in_memory_that_held_something_else(open_manager: Manage
 
 
 def test_dram_and_ssd_hold_the_same_bytes(open_manager: ManagerFactory, ssd_path: Path) -> None:
-    manager = open_manager(ssd_path=ssd_path)
+    manager = open_manager(ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     engine.save(numbered(4))
     manager.flush()
@@ -144,7 +144,7 @@ def test_ssd_copy_is_not_found_before_its_last_byte_is_written(
 ) -> None:
     lanes, gate = Lanes(), Gate()
     lanes.before["ring:write"] = gate.pass_through
-    manager = open_manager(lanes=lanes, ssd_path=ssd_path)
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
     engine = Engine.register(manager)
     engine.save(numbered(1))
     gate.await_arrival()
@@ -165,7 +165,7 @@ def test_copy_being_written_is_not_evicted(
     lanes.before["ring:write"] = gate.pass_through
     one_at_once = definition(tmp_path, "save", ("depth = 8", "depth = 1"))
     manager = open_manager(
-        lanes=lanes, ssd_path=ssd_path, pool_nbytes=3 * BLOCK, save_pipeline=one_at_once
+        lanes=lanes, ssd_cache_paths=ssd_path, pool_nbytes=3 * BLOCK, save_pipeline=one_at_once
     )
     engine = Engine.register(manager)
     wanted = engine.page(0)
@@ -208,7 +208,7 @@ def test_users_codec_makes_objects_smaller_and_they_come_back(
     open_manager: ManagerFactory, ssd_path: Path, tmp_path: Path
 ) -> None:
     PLANS.update(encode=compress, decode=decompress)
-    manager = open_manager(ssd_path=ssd_path, **with_codec(tmp_path))
+    manager = open_manager(ssd_cache_paths=ssd_path, **with_codec(tmp_path))
     engine = Engine.register(manager, geometry=big_geometry(SEGMENT_NBYTES))
     compressible(engine)
     wanted = [engine.page(index) for index in range(4)]
@@ -274,7 +274,7 @@ def test_format_that_this_pipeline_does_not_undo_is_a_counted_miss_that_a_new_sa
 ) -> None:
     PLANS["encode"] = compress
     engine = Engine.register(
-        open_manager(ssd_path=ssd_path, **with_codec(tmp_path)),
+        open_manager(ssd_cache_paths=ssd_path, **with_codec(tmp_path)),
         geometry=big_geometry(SEGMENT_NBYTES),
     )
     compressible(engine)
@@ -319,7 +319,10 @@ def test_objects_of_many_lengths_share_the_pool_and_the_file(
 ) -> None:
     """Several geometries in one small manager: eviction, fragments, and never wrong bytes."""
     manager = open_manager(
-        pool_nbytes=40 * BLOCK, ssd_path=ssd_path, ssd_capacity_nbytes=2 * MIB, pool_wait_s=20.0
+        pool_nbytes=40 * BLOCK,
+        ssd_cache_paths=ssd_path,
+        ssd_cache_capacity_nbytes=2 * MIB,
+        pool_wait_s=20.0,
     )
     engines = [
         Engine.register(
