@@ -185,7 +185,7 @@ def test_a_new_process_that_finds_nothing_is_exit_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def without_its_file(task: demo._Task) -> demo._Run:
-        other = dataclasses.replace(task, ssd_cache_paths=f"{task.ssd_path}.other")
+        other = dataclasses.replace(task, ssd_path=f"{task.ssd_path}.other")
         return demo._second_process(other)
 
     monkeypatch.setattr(demo, "_run_second_process", without_its_file)
