@@ -6,8 +6,7 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,10 +19,8 @@ from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
 from orbitkv.codecs import open_codec
 from orbitkv.codecs.base import GpuCodec
-from orbitkv.codecs.cuda.tasks import tasks_nbytes
-from orbitkv.codecs.cuda.workspace import workspace_nbytes
 from orbitkv.codecs.slots import SlotCodecs, bind_slots
-from orbitkv.config import MIB, Config
+from orbitkv.config import Config
 from orbitkv.errors import (
     Cancelled,
     Closed,
@@ -32,12 +29,12 @@ from orbitkv.errors import (
     ImpossibleRequest,
 )
 from orbitkv.graph import Node
-from orbitkv.objects import OBJECT_ALIGN_NBYTES, align_up
 from orbitkv.pipeline import load_pipeline
 from orbitkv.runtime.channel import ChannelStatistics
 from orbitkv.runtime.cuda import CudaLane, Device
 from orbitkv.runtime.lanes import BlockingEvent, HostLane, drain_task
 from orbitkv.runtime.preadv import PreadLane
+from orbitkv.runtime.requests import TARGET_BATCH_NBYTES, Cutter, pack
 from orbitkv.runtime.runtime import NodeStatistics, OwnedLane, Runtime
 from orbitkv.runtime.uring import RingLane, open_io_lane
 from orbitkv.segment import (
@@ -60,10 +57,6 @@ from orbitkv.stages.batch import (
 from orbitkv.stages.ticket import Miss, Outcome, Restored, Saved, Ticket
 
 LaneWrapper = Callable[[OwnedLane], OwnedLane]
-
-MAX_BATCH_SEGMENTS = 256
-# What R reads for its CRC is still in a host's last-level cache when E copies it.
-TARGET_BATCH_NBYTES = 16 * MIB
 
 
 @dataclass(eq=False)
@@ -199,6 +192,7 @@ class Core:
         async with AsyncExitStack() as opened:
             self.catalogue = _open_tiers(config)
             opened.callback(self.catalogue.close)
+            self._cutter = Cutter(self.catalogue, config, self._bound)
             self._save, self._fetch = (
                 Runtime(
                     graph,
@@ -300,7 +294,7 @@ class Core:
             self._bound[geometry] = await asyncio.to_thread(
                 bind_slots, self._codec, geometry, protect=self._codec.protects_layers
             )
-        paged.bridged = paged.device is not None and self._exceeds_arenas(geometry)
+        paged.bridged = paged.device is not None and self._cutter.exceeds_arenas(geometry)
         counted = not paged.bridged
         limits = {
             "pool": self.catalogue.pool.capacity_nbytes,
@@ -371,43 +365,28 @@ class Core:
         _check_ready(ready)
         instance.tensors.check_indices([index for _, index in pages], distinct=True)
         resident: list[bytes] = []
-        fresh: list[tuple[StateKey, int]] = []
-        # Of a hash named twice the first counts; in order, so that a prefix is saved as one.
-        for page_hash, index in dict(reversed(dict(reversed(pages)).items())).items():
-            keys = [StateKey(instance.namespace, page_hash, g) for g in instance.geometry.groups]
-            missing = [key for key in keys if not self.catalogue.is_resident(key.digest)]
-            fresh += [(key, index) for key in missing]
-            if not missing:
-                resident.append(page_hash)
+        saved: list[StateKey] = []
 
         def conclude(done: tuple[bytes, ...], not_done: tuple[bytes, ...]) -> Outcome:
             return Saved(done, tuple(resident), not_done)
 
+        def fresh() -> Iterator[tuple[StateKey, int]]:
+            # Of a hash named twice the first counts; in order, so that a prefix is saved as one.
+            for page_hash, index in dict(reversed(dict(reversed(pages)).items())).items():
+                keys = (
+                    StateKey(instance.namespace, page_hash, group)
+                    for group in instance.geometry.groups
+                )
+                missing = [key for key in keys if not self.catalogue.is_resident(key.digest)]
+                saved.extend(missing)
+                yield from ((key, index) for key in missing)
+                if not missing:
+                    resident.append(page_hash)
+
         ticket = Ticket(conclude)
-        nbytes_of, groups = instance.geometry.object_nbytes, instance.geometry.groups
-        besides = {
-            group: self._half_beside(instance.tensors, slots, saves=True)
-            for group, slots in groups.items()
-        }
-        packs = self._pack(
-            [
-                (nbytes_of[key.group] + besides[key.group], len(groups[key.group]))
-                for key, _ in fresh
-            ],
-            self._target_nbytes(instance, self._save, PublishBatch),
-        )
-        batches = [
-            PublishBatch(
-                ticket.part(tuple(key.page_hash for key, _ in fresh[pack])),
-                instance.tensors,
-                tuple(fresh[pack]),
-                ready,
-                sum(nbytes_of[key.group] for key, _ in fresh[pack]),
-            )
-            for pack in packs
-        ]
+        batches = self._cutter.publish(ticket, instance.tensors, fresh(), self._save, ready)
         self._send_off(instance, ticket, self._save, batches)
-        ticket.when_done(lambda: self._touch_from_the_end([key for key, _ in fresh]))
+        ticket.when_done(lambda: self._touch_from_the_end(saved))
         return ticket
 
     def _touch_from_the_end(self, keys: Sequence[StateKey]) -> None:
@@ -479,37 +458,20 @@ class Core:
 
         ticket = Ticket(conclude)
         groups = tuple(instance.geometry.groups.values())
-        work: dict[type[FetchBatch | ReadBatch], list[tuple[Copy, Destination]]] = {
+        work: dict[type[RestoreBatch], list[tuple[Copy, Destination]]] = {
             FetchBatch: [],
             ReadBatch: [],
         }
         for page_hash, copies in zip(lease.hashes, lease.copies, strict=True):
-            for copy, slot_indices in zip(copies, groups, strict=True):
+            for copy, slots in zip(copies, groups, strict=True):
                 if page_hash not in destinations:
                     self.catalogue.unpin(copy)
                     continue
-                target = Destination(page_hash, destinations[page_hash], slot_indices)
-                kind = FetchBatch if copy.tier is Tier.DRAM else ReadBatch
-                work[kind].append((copy, target))
+                target = Destination(page_hash, destinations[page_hash], slots)
+                work[FetchBatch if copy.tier is Tier.DRAM else ReadBatch].append((copy, target))
         lease.spent = True
         self._leases.discard(lease)
-        batches: list[RestoreBatch] = []
-        for station, items in work.items():
-            besides = {
-                slots: self._half_beside(instance.tensors, slots, saves=False) for slots in groups
-            }
-            packs = self._pack(
-                [
-                    (copy.nbytes + besides[target.slot_indices], len(target.slot_indices))
-                    for copy, target in items
-                ],
-                self._target_nbytes(instance, self._fetch, station) if items else 0,
-            )
-            for pack in packs:
-                part = ticket.part(tuple(target.page_hash for _, target in items[pack]))
-                batches.append(
-                    station(part, self.catalogue, instance.tensors, items[pack], ready=ready)
-                )
+        batches = self._cutter.restore(ticket, instance.tensors, work, self._fetch, ready)
         self._send_off(instance, ticket, self._fetch, batches)
         return ticket
 
@@ -521,10 +483,13 @@ class Core:
             fresh = [copy for copy in wanted if not copy.write_queued]
             for copy in fresh:
                 self.catalogue.queue_write(copy)
-            limit_nbytes = min(self._save.batch_nbytes(WriteBatch), TARGET_BATCH_NBYTES)
-            packs = self._pack([(copy.nbytes, 1) for copy in fresh], limit_nbytes)
-            for pack in packs:
-                await self._save.submit(WriteBatch(self.catalogue, tuple(fresh[pack])))
+            limit_nbytes = min(
+                self._save.batch_nbytes(WriteBatch),
+                TARGET_BATCH_NBYTES,
+                self.catalogue.pool.capacity_nbytes,
+            )
+            for some in pack(fresh, lambda copy: (copy.nbytes, 1), limit_nbytes):
+                await self._save.submit(WriteBatch(self.catalogue, tuple(some)))
             await self.catalogue.written([*wanted, *self.catalogue.queued_writes()])
             unwritten = self._unwritten()
         evicted_nbytes = self.catalogue.evict_unpinned(Tier.DRAM) if evict_dram else 0
@@ -537,83 +502,37 @@ class Core:
             if not self.catalogue.find(copy.digest, Tier.SSD)
         ]
 
-    def _exceeds_arenas(self, geometry: Geometry) -> bool:
-        """Whether a raw page is more than a GPU lane may hold of it at once."""
-        budget_nbytes = self.config.storage_codec_budget_nbytes
-        together = self._bound[geometry].together
-        for group, nbytes in geometry.object_nbytes.items():
-            slots = geometry.groups[group]
-            needed_nbytes = workspace_nbytes([nbytes], len(slots))
-            if together:
-                encode_nbytes = together.encode_nbytes(slots, gathered=True)
-                beside_nbytes = max(encode_nbytes, together.decode_nbytes(slots))
-                needed_nbytes += align_up(beside_nbytes, OBJECT_ALIGN_NBYTES)
-            if needed_nbytes > budget_nbytes:
-                return True
-        return False
-
-    def _half_beside(self, tensors: PagedTensors, slots: tuple[int, ...], *, saves: bool) -> int:
-        """Half the arena's room that an object takes beside its image, once for two batches."""
-        together = self._bound[tensors.geometry].together
-        if together is None or tensors.bridged:
-            return 0
-        if saves:
-            gathered = not tensors.device_slots.are_runs
-            return together.encode_nbytes(slots, gathered=gathered) // 2
-        return together.decode_nbytes(slots) // 2
-
-    def _target_nbytes(self, instance: Instance, runtime: Runtime, station: type) -> int:
-        """How much a batch shall be: of raw objects on a save, of stored ones on a restore."""
-        tensors = instance.tensors
-        limit_nbytes = runtime.batch_nbytes(station, budgets=not tensors.bridged)
-        if tensors.device is None or tensors.bridged:
-            return min(limit_nbytes, TARGET_BATCH_NBYTES)
-        # Two in the arena: one leaves while the next is made.
-        arena_nbytes = self.config.storage_codec_budget_nbytes - tasks_nbytes(MAX_BATCH_SEGMENTS)
-        half_nbytes = arena_nbytes // 2
-        if station is PublishBatch:
-            raw_nbytes = sum(instance.geometry.object_nbytes.values())
-            layouts = self._bound[instance.geometry].layouts.values()
-            half_nbytes = half_nbytes * raw_nbytes // sum(layout.nbytes for layout in layouts)
-        return min(limit_nbytes, half_nbytes)
-
-    def _pack(self, sizes: Sequence[tuple[int, int]], limit_nbytes: int) -> list[slice]:
-        """Cut a sequence of (bytes, segments) into batches; each item fits one by itself."""
-        limit_nbytes = min(limit_nbytes, self.catalogue.pool.capacity_nbytes)
-        cuts, batch_nbytes, batch_segments = [0], 0, 0
-        for index, (nbytes, segments) in enumerate(sizes):
-            full = batch_nbytes + nbytes > limit_nbytes
-            if index > cuts[-1] and (full or batch_segments + segments > MAX_BATCH_SEGMENTS):
-                cuts.append(index)
-                batch_nbytes = batch_segments = 0
-            batch_nbytes += nbytes
-            batch_segments += segments
-        ends = [*cuts[1:], len(sizes)]
-        return [slice(start, end) for start, end in zip(cuts, ends, strict=True) if end > start]
-
     def _send_off(
-        self, instance: Instance, ticket: Ticket, runtime: Runtime, batches: Sequence[Batch]
+        self, instance: Instance, ticket: Ticket, runtime: Runtime, batches: Iterator[Batch]
     ) -> None:
-        """Feed a ticket's batches in order, without making the caller wait for the queue."""
+        """Feed a ticket's batches in order, each as soon as it is made and its turn has come.
+
+        The first goes at once; for the others the caller does not wait.
+        """
         instance.tickets.add(ticket)
         ticket.when_done(lambda: instance.tickets.discard(ticket))
-        ticket.seal()
 
-        waiting = deque(batches)
-        while waiting and not ticket.cancelled and runtime.offer(waiting[0]):
-            waiting.popleft()
+        async def feed(batch: Batch | None) -> None:
+            try:
+                while batch is not None:
+                    if ticket.cancelled:
+                        batch.abandon(Cancelled("the request was cancelled"))
+                    else:
+                        await runtime.submit(batch)
+                        await asyncio.sleep(0)  # the nodes work on it while the next is made
+                    batch = next(batches, None)
+            finally:
+                ticket.seal()
 
-        async def feed() -> None:
-            for batch in waiting:
-                if ticket.cancelled:
-                    batch.abandon(Cancelled("the request was cancelled"))
-                else:
-                    await runtime.submit(batch)
-
-        if waiting:
-            feeding = asyncio.create_task(feed())
-            self._feeding.add(feeding)
-            feeding.add_done_callback(self._feeding.discard)
+        first = next(batches, None)
+        if first is not None and not ticket.cancelled and runtime.offer(first):
+            first = next(batches, None)
+        if first is None:
+            ticket.seal()
+            return
+        feeding = asyncio.create_task(feed(first))
+        self._feeding.add(feeding)
+        feeding.add_done_callback(self._feeding.discard)
 
     async def statistics(self) -> ManagerStatistics:
         """Take a snapshot."""
