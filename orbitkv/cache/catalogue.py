@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from orbitkv.cache.extents import ExtentStore, IndexRow
+from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
 from orbitkv.errors import Cancelled, ImpossibleRequest
 from orbitkv.objects import Bytes
@@ -24,7 +24,7 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Pool memory asked for: for which object, how much, and in which generation."""
+    """Room asked for: for which object, how much, and in which generation."""
 
     digest: bytes
     nbytes: int
@@ -42,6 +42,7 @@ class Copy:
 
     Attributes:
         digest: Of its state key.
+        offset: In the pool, or in the file of ``shard``.
         memory: uint8[nbytes] of the pool; None on SSD, and once freed.
         source: The copy that this one is being filled from, pinned until it is admitted or freed.
         write_queued: A write to SSD has been asked for and has not ended.
@@ -57,6 +58,7 @@ class Copy:
     pins: int = 1
     hidden: bool = True
     write_queued: bool = False
+    shard: int = 0
 
 
 @dataclass(slots=True)
@@ -73,30 +75,25 @@ class Catalogue:
 
     Args:
         pool: Memory of the DRAM tier.
-        extents: File of the SSD tier; None where there is none.
+        extents: Files of the SSD tier; None where there are none.
 
     Attributes:
         counters: Events by name.
     """
 
-    def __init__(self, pool: Pool, extents: ExtentStore | None) -> None:
+    def __init__(self, pool: Pool, extents: ExtentStore[Copy] | None) -> None:
         self.pool = pool
         self.extents = extents
         self.counters: Counter[str] = Counter()
-        self._generation = 0
-        self._write_ended: list[asyncio.Future[None]] = []
+        self._generation = extents.first_generation if extents else 0
+        self._write_ended: dict[Copy, list[asyncio.Future[None]]] = {}
         self._shelves: Mapping[Tier, _Shelf] = {tier: _Shelf(OrderedDict(), set()) for tier in Tier}
         self._waiting: Mapping[bool, dict[asyncio.Future[list[Copy]], tuple[Want, ...]]] = {
             True: {},
             False: {},
         }
-        for row in extents.recovered if extents else ():
-            copy = self._new_copy(
-                Copy(bytes.fromhex(row.digest), row.generation, Tier.SSD, row.offset, row.nbytes)
-            )
-            self._generation = max(self._generation, row.generation)
-            self.admit(copy)
-            self.unpin(copy)
+        if extents:
+            self._recover(extents)
 
     def find(self, digest: bytes, tier: Tier) -> Copy | None:
         """The findable copy of an object in one tier."""
@@ -127,8 +124,7 @@ class Catalogue:
     def end_write(self, copy: Copy) -> None:
         """Note that no write of this copy is asked for any more, whether it was made or not."""
         copy.write_queued = False
-        waiting, self._write_ended = self._write_ended, []
-        for ended in waiting:
+        for ended in self._write_ended.pop(copy, ()):
             if not ended.done():
                 ended.set_result(None)
 
@@ -137,11 +133,12 @@ class Catalogue:
         return [copy for copy in self._shelves[Tier.DRAM].live if copy.write_queued]
 
     async def written(self, copies: Sequence[Copy]) -> None:
-        """Wait until none of these copies has a write asked for."""
-        while any(copy.write_queued for copy in copies):
-            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._write_ended.append(ended)
-            await ended
+        """Wait until each of these copies has had no write asked for."""
+        for copy in reversed(copies):  # those who end last first: few have to be waited for
+            if copy.write_queued:
+                ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._write_ended.setdefault(copy, []).append(ended)
+                await ended
 
     async def reserve_dram(
         self,
@@ -195,21 +192,24 @@ class Catalogue:
         self.counters["pool_wait_expired"] += 1
         return None
 
-    def reserve_ssd(self, source: Copy) -> Copy | None:
-        """Take an extent for a copy's bytes, evicting what nobody reads; None where all is read.
+    def reserve_ssd(self, want: Want) -> Copy | None:
+        """Take an extent, evicting what lies there; None where somebody reads that in every shard.
 
         Returns:
             A hidden copy with one pin, the caller's.
         """
         assert self.extents
-        offset = self.extents.allocate(source.nbytes)
-        while offset is None and self._evict_one(Tier.SSD):
-            offset = self.extents.allocate(source.nbytes)
-        if offset is None:
+        room = self.extents.reserve(want.nbytes)
+        if room is None:
             return None
-        return self._new_copy(
-            Copy(source.digest, source.generation, Tier.SSD, offset, source.nbytes)
-        )
+        for evicted in room.evicted:
+            self.counters["evicted_ssd"] += 1
+            self._conceal(evicted)
+            self._free(evicted)
+        copy = Copy(want.digest, want.generation, Tier.SSD, room.offset, want.nbytes)
+        copy.shard = room.shard
+        self.extents.hold(copy)
+        return self._new_copy(copy)
 
     def admit(self, copy: Copy) -> bool:
         """Make a filled copy findable. False, and it stays hidden, where its tier has one."""
@@ -220,6 +220,9 @@ class Catalogue:
             return False
         findable[copy.digest] = copy
         copy.hidden = False
+        if copy.tier is Tier.SSD:
+            assert self.extents
+            self.extents.publish(copy)
         return True
 
     def shrink(self, copy: Copy, nbytes: int) -> None:
@@ -254,8 +257,7 @@ class Catalogue:
         """Make one generation unfindable at once; its bytes go when the last pin does."""
         if copy.hidden:
             return
-        copy.hidden = True
-        del self._shelves[copy.tier].findable[copy.digest]
+        self._conceal(copy)
         if copy.pins == 0:
             self._free(copy)
             self._serve()
@@ -297,15 +299,31 @@ class Catalogue:
         return found
 
     def close(self) -> None:
-        """Close both tiers; the SSD file keeps an index where it is persistent."""
-        if self.extents:
-            self.extents.close(
-                IndexRow(copy.digest.hex(), copy.generation, copy.offset, copy.nbytes)
-                for copy in self.copies(Tier.SSD)
-            )
-        for copy in self._shelves[Tier.DRAM].live:
-            copy.memory = None
-        self.pool.close()
+        """Close both tiers.
+
+        Raises:
+            StoreError: the SSD tier could not be left as it should be; it is closed all the same.
+        """
+        try:
+            if self.extents:
+                self.extents.close()
+        finally:
+            for copy in self._shelves[Tier.DRAM].live:
+                copy.memory = None
+            self.pool.close()
+
+    def _recover(self, extents: ExtentStore[Copy]) -> None:
+        """Make findable what earlier managers left on SSD; nothing of it has been read yet."""
+        shelf = self._shelves[Tier.SSD]
+        for row in extents.recovered():
+            if row.digest in shelf.findable:  # in two shards that have not always been together
+                continue
+            copy = Copy(row.digest, row.generation, Tier.SSD, row.offset, row.nbytes)
+            copy.shard, copy.pins, copy.hidden = row.shard, 0, False
+            shelf.live.add(copy)
+            shelf.findable[copy.digest] = copy
+            extents.hold(copy)
+            extents.publish(copy)
 
     def _new_copy(self, copy: Copy) -> Copy:
         shelf = self._shelves[copy.tier]
@@ -321,7 +339,15 @@ class Catalogue:
             self.pool.free(copy.offset, copy.nbytes)
         else:
             assert self.extents
-            self.extents.free(copy.offset, copy.nbytes)
+            self.extents.free(copy)
+
+    def _conceal(self, copy: Copy) -> None:
+        """Let nobody find a copy any more."""
+        copy.hidden = True
+        del self._shelves[copy.tier].findable[copy.digest]
+        if copy.tier is Tier.SSD:
+            assert self.extents
+            self.extents.withdraw(copy)
 
     def _inherit(self, ousted: Copy) -> int:
         """Take over an ousted copy's range as it is, without a way through the free ranges."""
@@ -334,21 +360,12 @@ class Catalogue:
         if source is not None:
             self.unpin(source)
 
-    def _evict_one(self, tier: Tier) -> bool:
-        """Free the bytes of the copy that has waited longest for a use; False if all are read."""
-        copy = self._oust_one(tier)
-        if copy is not None:
-            self._free(copy)
-        return copy is not None
-
-    def _oust_one(self, tier: Tier) -> Copy | None:
-        """Hide the copy that has waited longest for a use, its bytes not yet freed."""
-        shelf = self._shelves[tier]
-        for copy in shelf.findable.values():
+    def _oust_one(self) -> Copy | None:
+        """Hide the copy in DRAM that has waited longest for a use, its bytes not yet freed."""
+        for copy in self._shelves[Tier.DRAM].findable.values():
             if copy.pins == 0:
-                self.counters[f"evicted_{tier}"] += 1
-                copy.hidden = True
-                del shelf.findable[copy.digest]
+                self.counters["evicted_dram"] += 1
+                self._conceal(copy)
                 return copy
         return None
 
@@ -367,7 +384,7 @@ class Catalogue:
                 together += want.nbytes
         for want in wants[len(offsets) :]:
             offset = self.pool.allocate(want.nbytes)
-            while offset is None and (ousted := self._oust_one(Tier.DRAM)):
+            while offset is None and (ousted := self._oust_one()):
                 evicted = True
                 if ousted.nbytes == want.nbytes:
                     offset = self._inherit(ousted)  # as in a steady flow of equal pages

@@ -1,260 +1,409 @@
-"""ExtentStore: one preallocated SSD file, given out in 4 KiB aligned extents."""
+"""ExtentStore: preallocated SSD files, each a ring of 4 KiB aligned extents."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
+import asyncio
 import os
-import shutil
-import stat
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from orbitkv.cache.ranges import FreeRanges
-from orbitkv.config import format_nbytes
+import numpy as np
+
+from orbitkv.cache.checkpoint import (
+    COUNTER_BITS,
+    MAX_INCARNATION,
+    ROW,
+    IndexTable,
+    Rows,
+    SavedIndex,
+    finish,
+    in_ring_order,
+    read_index,
+    write_unfinished,
+)
+from orbitkv.cache.shard import ShardFile, check_distinct, check_names, check_paths, check_room
+from orbitkv.config import MIB
 from orbitkv.errors import StoreError
 from orbitkv.objects import KEY_DIGEST_NBYTES, OBJECT_ALIGN_NBYTES, align_up
 
-MAX_GENERATION = 2**63 - 1
-INDEX_FORMAT = "orbitkv-ssd-index:1"
+# As much as one transfer of merged neighbours takes.
+RUN_NBYTES = 4 * MIB
+
+
+class Extent(Protocol):
+    """Whoever holds an extent, as the store sees it. ``nbytes`` is a multiple of 4 KiB."""
+
+    digest: bytes
+    generation: int
+    shard: int
+    offset: int
+    nbytes: int
+    pins: int
+
+
+E = TypeVar("E", bound=Extent)
 
 
 @dataclass(frozen=True, slots=True)
-class IndexRow:
-    """One object that a closed store left behind. What it claims is verified when it is read."""
+class Room(Generic[E]):
+    """Where a new extent goes.
 
-    digest: str
+    Attributes:
+        evicted: What lies there, the oldest first. It is to be freed before the room is held.
+    """
+
+    shard: int
+    offset: int
+    evicted: list[E]
+
+
+class IndexRow(NamedTuple):
+    """One object that an earlier manager left. What it claims is verified when it is read."""
+
+    digest: bytes
     generation: int
+    shard: int
     offset: int
     nbytes: int
 
-    def check(self) -> None:
-        """Raise ValueError or TypeError where the row cannot name an extent."""
-        if len(bytes.fromhex(self.digest)) != KEY_DIGEST_NBYTES:
-            raise ValueError(f"digest {self.digest!r}")
-        if not all(type(value) is int for value in (self.generation, self.offset, self.nbytes)):
-            raise TypeError(f"extent of {self.nbytes!r} bytes at {self.offset!r}")
-        aligned = not (self.offset % OBJECT_ALIGN_NBYTES or self.nbytes % OBJECT_ALIGN_NBYTES)
-        least, most = min(self.offset, self.generation), max(self.offset, self.generation)
-        if not aligned or least < 0 or most > MAX_GENERATION or self.nbytes < 1:
-            raise ValueError(f"extent of {self.nbytes} bytes at {self.offset}")
 
+class _Ring(Generic[E]):
+    """The extents of one shard, placed one after the other, round and round.
 
-class ExtentStore:
-    """The SSD tier's file, for one manager at a time.
-
-    Args:
-        path: The file. Its directory must exist.
-        capacity_nbytes: Length of the file, rounded up to 4 KiB.
-        persist: Keep the file at ``close``, and read the index that an earlier one left.
-
-    Attributes:
-        fd: Open for reading and writing, O_DIRECT where the filesystem takes it.
-        buffered_reason: Why O_DIRECT is not in use; None where it is.
-        recovered: What an earlier store left, its extents taken; empty unless ``persist``.
-        cold_reason: Why nothing was recovered although there was an index; None otherwise.
-
-    Raises:
-        StoreError: the path cannot be used, is in use, or the filesystem is too small.
+    What the cursor comes upon next has been there longest, so extents are held in that order.
     """
 
-    def __init__(self, path: Path, capacity_nbytes: int, *, persist: bool) -> None:
-        self.path = path
-        self._persist = persist
-        self._index_path = path.with_name(f"{path.name}.index")
-        self._lock_path = path.with_name(f"{path.name}.lock")
-        self._ranges = FreeRanges(align_up(capacity_nbytes, OBJECT_ALIGN_NBYTES))
+    def __init__(self, capacity_nbytes: int, cursor: int) -> None:
+        self.capacity_nbytes = capacity_nbytes
+        self.cursor = cursor
+        self.used_nbytes = 0
+        self._held: OrderedDict[int, E] = OrderedDict()
+        self._blocker: E | None = None
+
+    def claim(self, nbytes: int) -> tuple[int, list[E]] | None:
+        """Move the cursor over the next ``nbytes``.
+
+        An extent does not go round the end: what is left there is passed over, and whatever it
+        still holds goes too, or a small object there might never be overwritten.
+
+        Returns:
+            The offset, and all extents that are overwritten or passed over; None, and nothing has
+            changed, where one of them is pinned or the shard is smaller.
+        """
+        if nbytes > self.capacity_nbytes:
+            return None
+        passed_nbytes = self.capacity_nbytes - self.cursor
+        offset = self.cursor
+        reach_nbytes = nbytes
+        if nbytes > passed_nbytes:
+            offset, reach_nbytes = 0, passed_nbytes + nbytes
+        if self._still_blocks(reach_nbytes):
+            return None
+        evicted = []
+        for extent in self._held.values():
+            if self._ahead_nbytes(extent) >= reach_nbytes:
+                break
+            if extent.pins:
+                self._blocker = extent
+                return None
+            evicted.append(extent)
+        self.cursor = offset + nbytes
+        return offset, evicted
+
+    def hold(self, extent: E) -> None:
+        """Take in what was placed last."""
+        assert extent.offset not in self._held, "what lay here has not been freed"
+        self._held[extent.offset] = extent
+        self.used_nbytes += extent.nbytes
+
+    def free(self, extent: E) -> None:
+        """Let an extent go, wherever it lies."""
+        del self._held[extent.offset]
+        self.used_nbytes -= extent.nbytes
+
+    def _ahead_nbytes(self, extent: E) -> int:
+        return (extent.offset - self.cursor) % self.capacity_nbytes
+
+    def _still_blocks(self, reach_nbytes: int) -> bool:
+        """Whether what stopped the last claim stops this one: a long lease costs one look."""
+        blocker = self._blocker
+        if blocker is None or not blocker.pins or self._held.get(blocker.offset) is not blocker:
+            return False
+        return self._ahead_nbytes(blocker) < reach_nbytes
+
+
+class _Shard(Generic[E]):
+    """One file with its ring, and its index where the store is persistent."""
+
+    def __init__(self, file: ShardFile, ring: _Ring[E], table: IndexTable | None) -> None:
+        self.file = file
+        self.ring = ring
+        self.table = table
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether the index on the device lacks a change."""
+        return self.table is not None and self.table.changes != self.table.saved_changes
+
+    def save(self, incarnation: int, pieces: Sequence[Rows]) -> None:
+        """Write the index, whole or not at all."""
+        write_unfinished(
+            self.file.unfinished_path,
+            incarnation=incarnation,
+            capacity_nbytes=self.ring.capacity_nbytes,
+            cursor=self.ring.cursor,
+            pieces=pieces,
+        )
+        finish(self.file.unfinished_path, self.file.index_path)
+
+
+class ExtentStore(Generic[E]):
+    """The SSD tier's files, for one manager at a time.
+
+    Each shard is a ring. Neighbours in a sequence of reservations are neighbours in a file for
+    ``RUN_NBYTES`` (or a whole shard), so that one transfer can carry them; then the next shard has
+    its turn, so that the shards work side by side and fill alike.
+
+    A reservation looks at no more extents than it evicts, and one beyond them.
+
+    Args:
+        paths: One file a shard. Their directories must exist.
+        capacity_nbytes: Of all shards together, in equal parts, each rounded up to 4 KiB.
+        persist: Keep an index of what is published in ``PATH.index`` and leave it, with the file,
+            at ``close``; read the one that was left.
+
+    Attributes:
+        first_generation: Below every generation of this manager, above those of all before it.
+        buffered_reason: Where O_DIRECT is not in use, and why; None where it is.
+        cold_reason: Of which shards nothing was recovered although there was an index, and why.
+
+    Raises:
+        StoreError: a path cannot be used or is in use, or a filesystem is too small. Every shard
+            is left as it was found.
+    """
+
+    def __init__(self, paths: Sequence[Path], capacity_nbytes: int, *, persist: bool) -> None:
+        self.paths = tuple(paths)
+        self.first_generation = 0
         self.cold_reason: str | None = None
-        left_behind = _is_left_behind(path, self._lock_path, self._index_path)
-        self._lock_file = _lock(path, self._lock_path)
+        self._incarnation = 0
+        self._closed = False
+        self._shards: list[_Shard[E]] = []
+        self._recovered: list[Rows] = []
+        self._turn = 0
+        self._run_nbytes = 0
+        nbytes = align_up(-(-capacity_nbytes // len(paths)), OBJECT_ALIGN_NBYTES)
+        check_paths(paths)
+        check_names(paths)
         with ExitStack() as undo:
-            undo.callback(self._unlock)
-            if not left_behind:
-                raise StoreError(
-                    f"ssd path {path}: there is a file that is not a store of ours; "
-                    "accepted: a path where nothing is, or what a manager left there"
-                )
-            if not path.exists():
-                undo.callback(path.unlink, missing_ok=True)
-            self.fd, self.buffered_reason = _open(path)
-            undo.callback(os.close, self.fd)
-            _preallocate(self.fd, path, self._ranges.capacity_nbytes)
-            self.recovered = tuple(self._recover()) if persist else ()
-            if not persist:
-                self._index_path.unlink(missing_ok=True)  # what follows makes it untrue
+            files = []
+            for path in paths:
+                files.append(ShardFile(path))
+                undo.callback(files[-1].abandon)
+            check_distinct(files)
+            check_room(files, nbytes)
+            indexes = self._read_indexes(files) if persist else [None] * len(files)
+            for file in files:
+                file.grow(nbytes)
+            for file, index in zip(files, indexes, strict=True):
+                self._add_shard(file, index, nbytes, persist=persist)
+            if persist:
+                self._begin_incarnation()
+            else:
+                for file in files:
+                    file.forget_index()  # what follows makes it untrue
+            for file in files:
+                file.shrink(nbytes)
             undo.pop_all()
+        reasons = [file.buffered_reason for file in files if file.buffered_reason]
+        self.buffered_reason = "; ".join(reasons) or None
 
     @property
     def capacity_nbytes(self) -> int:
-        """Bytes of the file."""
-        return self._ranges.capacity_nbytes
+        """Bytes of all files."""
+        return sum(shard.ring.capacity_nbytes for shard in self._shards)
+
+    @property
+    def shard_used_nbytes(self) -> tuple[int, ...]:
+        """Bytes of reserved and published extents, by shard."""
+        return tuple(shard.ring.used_nbytes for shard in self._shards)
 
     @property
     def used_nbytes(self) -> int:
         """Bytes of reserved and published extents."""
-        return self._ranges.capacity_nbytes - self._ranges.free_nbytes
+        return sum(self.shard_used_nbytes)
 
-    def allocate(self, nbytes: int) -> int | None:
-        """Take an extent; return its offset, or None where no free range is long enough."""
-        return self._ranges.allocate(nbytes)
+    def fd(self, shard: int) -> int:
+        """Descriptor of a shard's file, open for reading and writing."""
+        return self._shards[shard].file.fd
 
-    def free(self, offset: int, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> Room[E] | None:
+        """Find room behind what was placed last; None where no shard has any.
+
+        Room is what nobody has pinned. Where the shard whose turn it is has none, the others are
+        tried in turn.
+
+        Args:
+            nbytes: A multiple of 4 KiB.
+        """
+        most_nbytes = min(RUN_NBYTES, self._shards[0].ring.capacity_nbytes)
+        if self._run_nbytes and self._run_nbytes + nbytes > most_nbytes:
+            self._take_turn(self._turn + 1)
+        for step in range(len(self._shards)):
+            turn = (self._turn + step) % len(self._shards)
+            shard = self._shards[turn]
+            claimed = shard.ring.claim(nbytes)
+            if claimed is not None:
+                if step:
+                    self._take_turn(turn)
+                self._run_nbytes += nbytes
+                if shard.table is not None:
+                    shard.table.changes += 1  # the cursor's
+                return Room(turn, *claimed)
+        return None
+
+    def hold(self, extent: E) -> None:
+        """Take in the holder of the room that was reserved, or recovered, last of its shard."""
+        self._shards[extent.shard].ring.hold(extent)
+
+    def publish(self, extent: E) -> None:
+        """Put an extent into the next checkpoint: it can be read to its last byte."""
+        table = self._shards[extent.shard].table
+        if table is not None:
+            table.put(extent.digest, extent.generation, extent.offset, extent.nbytes)
+
+    def withdraw(self, extent: E) -> None:
+        """Leave a published extent out of the next checkpoint: nobody is to find it any more."""
+        table = self._shards[extent.shard].table
+        if table is not None:
+            table.drop(extent.offset)
+
+    def free(self, extent: E) -> None:
         """Give an extent back. Only after the last read or write of it has ended."""
-        self._ranges.free(offset, nbytes)
+        self._shards[extent.shard].ring.free(extent)
 
-    def close(self, published: Iterable[IndexRow]) -> None:
-        """Close the file: removed, or left with an index of what is published.
+    def recovered(self) -> Iterator[IndexRow]:
+        """What earlier managers left, once, in the order in which it is to be held."""
+        while self._recovered:
+            shard = len(self._shards) - len(self._recovered)
+            rows = self._recovered.pop(0)
+            digests = rows["digest"].tobytes()
+            fields = (rows[name].tolist() for name in ("generation", "offset", "nbytes"))
+            starts = range(0, len(digests), KEY_DIGEST_NBYTES)
+            for start, generation, offset, nbytes in zip(starts, *fields, strict=True):
+                digest = digests[start : start + KEY_DIGEST_NBYTES]
+                yield IndexRow(digest, generation, shard, offset, nbytes)
+
+    async def checkpoint(self, run: Callable[..., Awaitable[Any]]) -> int:
+        """Write the index of every shard that has changed since its last one.
+
+        The loop copies a megabyte at a time, and others have their turns between. One checkpoint
+        at a time.
+
+        Args:
+            run: Runs what blocks, off the loop.
+
+        Returns:
+            Indexes written.
 
         Raises:
-            StoreError: the index could not be written; the file is closed all the same.
+            StoreError: one could not be written; the one before it stands, and the others are.
+        """
+        written, faults = 0, []
+        for shard in self._shards:
+            table = shard.table
+            if table is None or not shard.is_unsaved:
+                continue
+            changes, pieces = table.changes, []
+            for piece in table.copy_in_steps():
+                pieces.append(piece)
+                await asyncio.sleep(0)
+            try:
+                await run(shard.save, self._incarnation, pieces)
+            except OSError as error:
+                faults.append(f"ssd path {shard.file.path}: index: {error.strerror}")
+            else:
+                table.saved_changes = changes
+                written += 1
+        if faults:
+            raise StoreError("; ".join(faults))
+        return written
+
+    def close(self) -> None:
+        """Close the files: removed, or left with an index of what is published. Idempotent.
+
+        Raises:
+            StoreError: a file could not be removed, or an index not be written; all files are
+                closed all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        faults = []
+        for shard in self._shards:
+            try:
+                try:
+                    if shard.table is not None:
+                        os.fsync(shard.file.fd)
+                        if shard.is_unsaved:
+                            shard.save(self._incarnation, list(shard.table.copy_in_steps()))
+                finally:
+                    shard.file.close(remove=shard.table is None)
+            except OSError as error:
+                faults.append(f"ssd path {shard.file.path}: closing: {error.strerror}")
+        if faults:
+            raise StoreError("; ".join(faults))
+
+    def _take_turn(self, shard: int) -> None:
+        self._turn = shard % len(self._shards)
+        self._run_nbytes = 0
+
+    def _read_indexes(self, files: Sequence[ShardFile]) -> list[SavedIndex | None]:
+        """Read what there is, and number this manager. What does not stand is a cold start."""
+        indexes: list[SavedIndex | None] = []
+        reasons = []
+        for file in files:
+            try:
+                indexes.append(read_index(file.index_path, alone=file.is_new))
+            except ValueError as error:
+                reasons.append(f"index {file.index_path} does not stand: {error}")
+                indexes.append(None)
+        self._incarnation = 1 + max(index.incarnation if index else 0 for index in indexes)
+        if self._incarnation > MAX_INCARNATION:
+            reasons.append(f"{MAX_INCARNATION} managers have had the store")
+            self._incarnation, indexes = 1, [None] * len(files)
+        self.cold_reason = "; ".join(reasons) or None
+        self.first_generation = self._incarnation << COUNTER_BITS
+        return indexes
+
+    def _add_shard(
+        self, file: ShardFile, index: SavedIndex | None, nbytes: int, *, persist: bool
+    ) -> None:
+        cursor = index.cursor if index and index.cursor <= nbytes else 0
+        table = IndexTable() if persist else None
+        self._shards.append(_Shard(file, _Ring(nbytes, cursor), table))
+        rows = index.rows if index else np.empty(0, ROW)
+        self._recovered.append(in_ring_order(rows, capacity_nbytes=nbytes, cursor=cursor))
+
+    def _begin_incarnation(self) -> None:
+        """Write this manager's number to every shard before its first byte is.
+
+        A generation in an index then never names two versions of an object.
         """
         try:
-            self._leave(published)
+            for shard, rows in zip(self._shards, self._recovered, strict=True):
+                write_unfinished(
+                    shard.file.unfinished_path,
+                    incarnation=self._incarnation,
+                    capacity_nbytes=shard.ring.capacity_nbytes,
+                    cursor=shard.ring.cursor,
+                    pieces=[rows],
+                )
+            for shard in self._shards:
+                finish(shard.file.unfinished_path, shard.file.index_path)
         except OSError as error:
-            raise StoreError(f"ssd path {self.path}: closing: {error.strerror}") from error
-        finally:
-            os.close(self.fd)
-            self._unlock()
-
-    def _leave(self, published: Iterable[IndexRow]) -> None:
-        if self._persist:
-            os.fsync(self.fd)
-            index = {
-                "format": INDEX_FORMAT,
-                "capacity_nbytes": self.capacity_nbytes,
-                "objects": [asdict(row) for row in published],
-            }
-            unfinished = self._index_path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(index))
-            unfinished.replace(self._index_path)
-        else:
-            self.path.unlink(missing_ok=True)
-
-    def _recover(self) -> Iterable[IndexRow]:
-        """Take the extents of an index, which is then removed: it is true only once.
-
-        A damaged index is a cold start, not a fault: every object in it can be computed again.
-        """
-        try:
-            index_bytes = self._index_path.read_bytes()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise StoreError(
-                f"ssd index {self._index_path}: {error.strerror}; remove it"
-            ) from error
-        self._index_path.unlink()
-        try:
-            rows = _parse_index(index_bytes)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            self.cold_reason = f"index {self._index_path} is damaged: {error!r}"
-            return
-        for row in sorted(rows, key=lambda row: row.offset):
-            # A smaller file than before no longer holds the extents past its end.
-            if self._ranges.reserve(row.offset, row.nbytes):
-                yield row
-
-    def _unlock(self) -> None:
-        self._lock_path.unlink(missing_ok=True)
-        self._lock_file.close()
-
-
-def _parse_index(index_bytes: bytes) -> list[IndexRow]:
-    index = json.loads(index_bytes)
-    if index["format"] != INDEX_FORMAT:
-        raise ValueError(f"format {index['format']!r}; accepted: {INDEX_FORMAT!r}")
-    rows = [IndexRow(**fields) for fields in index["objects"]]
-    for row in rows:
-        row.check()
-    return rows
-
-
-def _is_left_behind(path: Path, lock_path: Path, index_path: Path) -> bool:
-    """Whether a path is free, or holds what a manager of ours left: closed or killed.
-
-    Anything else is somebody's own file, which a store would overwrite and remove.
-    """
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError):
-        return True  # opening it tells why it cannot be used
-    if not stat.S_ISREG(found.st_mode):
-        return path.is_dir()  # told as such by the lock
-    return not found.st_size or lock_path.exists() or index_path.exists()
-
-
-def _lock(path: Path, lock_path: Path) -> IO[str]:
-    """Keep a second manager off the file; its refusal names the first one's pid."""
-    if "\0" in str(path) or not path.name:
-        raise StoreError(f"ssd path {str(path)!r}; accepted: the path of a file")
-    if not path.parent.is_dir():
-        raise StoreError(f"ssd path {path}: no directory {path.parent}; create it first")
-    if path.is_dir():
-        raise StoreError(f"ssd path {path}: a directory; accepted: a file, such as {path / 'kv'}")
-    while True:
-        try:
-            lock_file = lock_path.open("a+")
-        except OSError as error:
-            accepted = "a writable path"
-            raise StoreError(f"ssd path {path}: {error.strerror}; accepted: {accepted}") from error
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock_file.seek(0)
-            owner = lock_file.read().strip() or "unknown"
-            lock_file.close()
-            raise StoreError(f"ssd path {path}: in use by process {owner}") from error
-        # An owner that closed meanwhile has removed the file that we hold: then take the new one.
-        held = os.fstat(lock_file.fileno())
-        if (held.st_dev, held.st_ino) == _identity(lock_path):
-            break
-        lock_file.close()
-    lock_file.truncate(0)
-    lock_file.write(f"{os.getpid()}\n")
-    lock_file.flush()
-    return lock_file
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of what a path names now; None where there is nothing."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _open(path: Path) -> tuple[int, str | None]:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    try:
-        try:
-            return os.open(path, flags | os.O_DIRECT, 0o600), None
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        return os.open(path, flags, 0o600), "the filesystem refuses O_DIRECT: reads may be cached"
-    except OSError as error:
-        raise StoreError(f"ssd path {path}: {error.strerror}; accepted: a writable path") from error
-
-
-def _preallocate(fd: int, path: Path, capacity_nbytes: int) -> None:
-    """Set the file's length, and take its blocks now where the filesystem can."""
-    allocated_nbytes = os.fstat(fd).st_blocks * 512
-    free_nbytes = shutil.disk_usage(path.parent).free + allocated_nbytes
-    if capacity_nbytes > free_nbytes:
-        raise StoreError(
-            f"ssd path {path}: capacity {format_nbytes(capacity_nbytes)}; "
-            f"free on that filesystem: {format_nbytes(free_nbytes)}"
-        )
-    try:
-        os.ftruncate(fd, capacity_nbytes)
-        os.posix_fallocate(fd, 0, capacity_nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise StoreError(f"ssd path {path}: {error.strerror}") from error
+            raise StoreError(f"ssd index of {shard.file.path}: {error.strerror}") from error

@@ -8,7 +8,7 @@ from orbitkv.objects import OBJECT_ALIGN_NBYTES, align_up
 
 
 class FreeRanges:
-    """The free bytes of a region of pool memory or of an SSD file, in blocks of 4 KiB.
+    """The free bytes of a region of pool memory or of an arena, in blocks of 4 KiB.
 
     Allocation takes the smallest range that fits, lowest offset first; freeing merges with both
     neighbours. Each costs O(log n) in the number of free ranges.
@@ -39,20 +39,6 @@ class FreeRanges:
         if length > nbytes:
             self._add(start + nbytes, length - nbytes)
         return int(start)
-
-    def reserve(self, start: int, nbytes: int) -> bool:
-        """Take a range that an index names; False where any part of it is not free."""
-        nbytes = align_up(nbytes, OBJECT_ALIGN_NBYTES)
-        # From the youngest: in the order of an index sorted by offset, that is the one.
-        for free_start, length in reversed(self._length_at.items()):
-            if free_start <= start and start + nbytes <= free_start + length:
-                self._remove(free_start, length)
-                if start > free_start:
-                    self._add(free_start, start - free_start)
-                if start + nbytes < free_start + length:
-                    self._add(start + nbytes, free_start + length - start - nbytes)
-                return True
-        return False
 
     def free(self, start: int, nbytes: int) -> None:
         """Give a range back and merge it with its free neighbours."""

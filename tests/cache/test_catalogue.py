@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +18,12 @@ from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
 from orbitkv.errors import Cancelled, ImpossibleRequest
 from tests.builders import BLOCK, page_hash
+from tests.cache.holders import checkpoint, kill
 
 BLOCKS = 8
 
 
-def opened(extents: ExtentStore | None = None, *, blocks: int = BLOCKS) -> Catalogue:
+def opened(extents: ExtentStore[Copy] | None = None, *, blocks: int = BLOCKS) -> Catalogue:
     return Catalogue(Pool(blocks * BLOCK, lock_memory=False), extents)
 
 
@@ -50,10 +51,10 @@ async def settle() -> None:
 
 
 @pytest.fixture
-def extents(ssd_path: Path) -> Iterator[ExtentStore]:
-    store = ExtentStore(ssd_path, BLOCKS * BLOCK, persist=False)
+def extents(ssd_path: Path) -> Iterator[ExtentStore[Copy]]:
+    store: ExtentStore[Copy] = ExtentStore([ssd_path], BLOCKS * BLOCK, persist=False)
     yield store
-    store.close([])
+    store.close()
 
 
 def test_reserved_copy_is_not_findable_before_it_is_admitted() -> None:
@@ -309,11 +310,11 @@ def test_request_cancelled_while_it_waits_gives_up_its_turn_and_what_it_was_gran
     asyncio.run(scenario())
 
 
-def test_source_of_a_cancelled_read_stays_with_its_caller(extents: ExtentStore) -> None:
+def test_source_of_a_cancelled_read_stays_with_its_caller(extents: ExtentStore[Copy]) -> None:
     async def scenario() -> None:
         catalogue = opened(extents, blocks=1)
         origin = await admitted(catalogue, "a")
-        source = catalogue.reserve_ssd(origin)
+        source = catalogue.reserve_ssd(want("a"))
         assert source
         catalogue.admit(source)  # and its pin is the reader's from here
         catalogue.pin(origin)
@@ -333,12 +334,12 @@ def test_source_of_a_cancelled_read_stays_with_its_caller(extents: ExtentStore) 
 
 @pytest.mark.parametrize("admit", [True, False])
 def test_loaded_copy_holds_its_source_until_it_is_admitted_or_freed(
-    extents: ExtentStore, *, admit: bool
+    extents: ExtentStore[Copy], *, admit: bool
 ) -> None:
     async def scenario() -> None:
         catalogue = opened(extents)
         origin = await admitted(catalogue, "a")
-        source = catalogue.reserve_ssd(origin)
+        source = catalogue.reserve_ssd(want("a"))
         assert source
         catalogue.admit(source)
         catalogue.hide(origin)
@@ -398,13 +399,14 @@ def test_shrunk_copy_gives_its_end_back_to_those_who_wait() -> None:
     asyncio.run(scenario())
 
 
-def test_ssd_extent_is_refused_where_all_is_read_and_else_evicts(extents: ExtentStore) -> None:
+def test_ssd_extent_is_refused_where_all_is_read_and_else_evicts(
+    extents: ExtentStore[Copy],
+) -> None:
     async def scenario() -> None:
         catalogue = opened(extents)
-        origins = [await admitted(catalogue, name, BLOCKS // 2) for name in "ab"]
-        held = [catalogue.reserve_ssd(origin) for origin in origins]
+        held = [catalogue.reserve_ssd(want(name, BLOCKS // 2)) for name in "ab"]
         assert all(held)
-        third = await admitted(catalogue, "c", BLOCKS // 2)
+        third = want("c", BLOCKS // 2)
         assert catalogue.reserve_ssd(third) is None
         for copy in held:
             assert copy
@@ -436,50 +438,102 @@ def test_evicting_all_leaves_what_is_read() -> None:
     asyncio.run(scenario())
 
 
-def test_generations_are_never_used_twice(ssd_path: Path) -> None:
-    async def scenario() -> None:
-        catalogue = opened(ExtentStore(ssd_path, BLOCKS * BLOCK, persist=True))
-        copies = await catalogue.reserve_dram(
-            [Want(page_hash("a"), BLOCK, catalogue.next_generation())], urgent=False
-        )
-        (copy,) = copies or ()
-        extent = catalogue.reserve_ssd(copy)
-        assert extent
-        catalogue.admit(extent)
-        catalogue.unpin(extent)
-        catalogue.unpin(copy)
+def on_ssd(catalogue: Catalogue, name: object, blocks: int = 1) -> Copy:
+    """A findable copy on SSD that nobody reads."""
+    generation = catalogue.next_generation()
+    extent = catalogue.reserve_ssd(Want(page_hash(name), blocks * BLOCK, generation))
+    assert extent
+    assert catalogue.admit(extent)
+    catalogue.unpin(extent)
+    return extent
+
+
+@pytest.mark.parametrize("end", [Catalogue.close, lambda catalogue: kill(catalogue.extents)])
+def test_generations_are_never_used_twice(
+    ssd_path: Path, end: Callable[[Catalogue], object]
+) -> None:
+    """Not even those that a killed manager used after its last checkpoint."""
+    seen: set[int] = set()
+    for name in range(3):
+        catalogue = opened(ExtentStore([ssd_path], BLOCKS * BLOCK, persist=True))
+        assert catalogue.leaks() == []
+        for _ in range(3):
+            generation = on_ssd(catalogue, (name, len(seen))).generation
+            assert generation not in seen
+            seen.add(generation)
+        end(catalogue)
+
+
+def test_recovered_objects_are_findable_and_overwritten_in_their_turn(ssd_path: Path) -> None:
+    catalogue = opened(ExtentStore([ssd_path], 4 * BLOCK, persist=True))
+    copies = [on_ssd(catalogue, name) for name in range(5)]
+    catalogue.close()
+    again = opened(ExtentStore([ssd_path], 4 * BLOCK, persist=True))
+    for copy in copies[1:]:
+        found = again.find(copy.digest, Tier.SSD)
+        assert found
+        assert (found.generation, found.offset) == (copy.generation, copy.offset)
+        assert found.pins == 0
+    on_ssd(again, "next")
+    assert again.find(copies[1].digest, Tier.SSD) is None
+    assert again.find(copies[2].digest, Tier.SSD)
+    assert again.counters["evicted_ssd"] == 1
+    assert again.leaks() == []
+    again.close()
+
+
+def test_object_that_two_shards_name_is_taken_once(tmp_path: Path) -> None:
+    """Each was a store of its own before."""
+    for name in "ab":
+        catalogue = opened(ExtentStore([tmp_path / name], 4 * BLOCK, persist=True))
+        on_ssd(catalogue, "twice")
+        on_ssd(catalogue, name)
         catalogue.close()
-        again = opened(ExtentStore(ssd_path, BLOCKS * BLOCK, persist=True))
-        recovered = again.find(page_hash("a"), Tier.SSD)
-        assert recovered
-        assert recovered.generation == copy.generation
-        assert again.next_generation() > recovered.generation
-        assert again.leaks() == []
-        again.close()
+    store: ExtentStore[Copy] = ExtentStore(
+        [tmp_path / "a", tmp_path / "b"], 8 * BLOCK, persist=True
+    )
+    both = opened(store)
+    assert len(both.copies(Tier.SSD)) == 3
+    assert store.used_nbytes == 3 * BLOCK
+    assert both.leaks() == []
+    both.close()
 
-    asyncio.run(scenario())
+
+def test_corrupt_generation_is_reclaimed_when_its_last_lease_ends(
+    extents: ExtentStore[Copy],
+) -> None:
+    catalogue = opened(extents)
+    corrupt = on_ssd(catalogue, "corrupt", 2)
+    for _ in range(2):
+        catalogue.pin(corrupt)
+    catalogue.hide_corrupt(corrupt)
+    assert catalogue.find(corrupt.digest, Tier.SSD) is None
+    repaired = on_ssd(catalogue, "corrupt", 2)
+    assert repaired.offset == 2 * BLOCK
+    on_ssd(catalogue, "fills", 4)
+    catalogue.unpin(corrupt)
+    assert extents.used_nbytes == BLOCKS * BLOCK
+    for blocks in (1, 2, 4, BLOCKS):
+        lost = catalogue.reserve_ssd(want("over it", blocks))
+        assert lost is None, "it is being read"
+    catalogue.unpin(corrupt)
+    assert extents.used_nbytes == (BLOCKS - 2) * BLOCK
+    assert on_ssd(catalogue, "in its place").offset == corrupt.offset
+    assert catalogue.find(repaired.digest, Tier.SSD) is repaired
+    assert catalogue.leaks() == []
 
 
-def test_index_that_names_an_object_twice_is_taken_once(ssd_path: Path) -> None:
-    async def scenario() -> None:
-        first = ExtentStore(ssd_path, BLOCKS * BLOCK, persist=True)
-        catalogue = opened(first)
-        (copy,) = await reserved(catalogue, want("a"))
-        extent, twin = catalogue.reserve_ssd(copy), catalogue.reserve_ssd(copy)
-        assert extent
-        assert twin
-        shelf = catalogue._shelves[Tier.SSD].findable
-        shelf[b"\1" * 32] = twin
-        shelf[extent.digest] = extent
-        catalogue.close()
-        store = ExtentStore(ssd_path, BLOCKS * BLOCK, persist=True)
-        again = opened(store)
-        assert len(again.copies(Tier.SSD)) == 1
-        assert store.used_nbytes == BLOCK
-        assert again.leaks() == []
-        again.close()
-
-    asyncio.run(scenario())
+def test_hidden_object_is_not_in_the_next_checkpoint(ssd_path: Path) -> None:
+    store: ExtentStore[Copy] = ExtentStore([ssd_path], BLOCKS * BLOCK, persist=True)
+    catalogue = opened(store)
+    corrupt, sound = on_ssd(catalogue, "corrupt"), on_ssd(catalogue, "sound")
+    catalogue.pin(corrupt)
+    catalogue.hide_corrupt(corrupt)
+    checkpoint(store)
+    kill(store)
+    again = opened(ExtentStore([ssd_path], BLOCKS * BLOCK, persist=True))
+    assert [copy.digest for copy in again.copies(Tier.SSD)] == [sound.digest]
+    again.close()
 
 
 class Waiter(NamedTuple):

@@ -1,39 +1,36 @@
-"""The SSD file: opened as told or refused in words, for one manager, remembered only if asked."""
+"""The SSD files: opened as told or refused in words, for one manager, each a ring of extents."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from orbitkv.cache import extents as extents_module
-from orbitkv.cache.extents import INDEX_FORMAT, ExtentStore, IndexRow
+from orbitkv.cache import shard as shard_module
+from orbitkv.cache.extents import RUN_NBYTES, ExtentStore
 from orbitkv.errors import StoreError
 from tests.builders import BLOCK
+from tests.cache.holders import Holder, kill, lock_of, placed, recovered
 
 CAPACITY_NBYTES = 16 * BLOCK
-ROW = IndexRow("ab" * 32, 3, BLOCK, 2 * BLOCK)
 
 
 def opened(
-    path: Path, *, persist: bool = False, capacity_nbytes: int = CAPACITY_NBYTES
-) -> ExtentStore:
-    return ExtentStore(path, capacity_nbytes, persist=persist)
+    *paths: Path, persist: bool = False, capacity_nbytes: int = CAPACITY_NBYTES
+) -> ExtentStore[Holder]:
+    return ExtentStore(paths, capacity_nbytes, persist=persist)
 
 
-def index_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.index")
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def leave_index(path: Path, content: bytes) -> None:
-    """A persistent store that was closed, whose index then holds ``content``."""
-    opened(path, persist=True).close([ROW])
-    index_of(path).write_bytes(content)
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    return [tmp_path / f"kv.{index}" for index in range(3)]
 
 
 def test_file_has_its_length_and_blocks_from_the_start(ssd_path: Path) -> None:
@@ -41,12 +38,15 @@ def test_file_has_its_length_and_blocks_from_the_start(ssd_path: Path) -> None:
     assert store.capacity_nbytes == CAPACITY_NBYTES
     assert ssd_path.stat().st_size == CAPACITY_NBYTES
     assert ssd_path.stat().st_blocks * 512 >= CAPACITY_NBYTES
-    store.close([])
+    store.close()
 
 
 def test_file_lock_and_index_are_gone_after_close_without_persist(ssd_path: Path) -> None:
-    opened(ssd_path).close([ROW])
+    store = opened(ssd_path)
+    placed(store, "a")
+    store.close()
     assert list(ssd_path.parent.iterdir()) == []
+    store.close()  # harmless
 
 
 def test_missing_directory_is_named(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_unwritable_file_in_a_writable_directory_is_refused(
     with pytest.raises(StoreError, match="Permission denied; accepted: a writable path"):
         opened(ssd_path)
     monkeypatch.undo()
-    opened(ssd_path).close([])  # the refusal left no lock behind
+    opened(ssd_path).close()  # the refusal left no lock behind
 
 
 def test_capacity_above_the_free_disk_names_both(ssd_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_filesystem_that_cannot_preallocate_serves_all_the_same(
     monkeypatch.setattr(os, "posix_fallocate", unsupported)
     store = opened(ssd_path)
     assert ssd_path.stat().st_size == CAPACITY_NBYTES
-    store.close([])
+    store.close()
 
 
 def test_refused_o_direct_falls_back_and_says_so(
@@ -132,31 +132,31 @@ def test_refused_o_direct_falls_back_and_says_so(
     store = opened(ssd_path)
     assert store.buffered_reason
     assert "O_DIRECT" in store.buffered_reason
-    assert not fcntl.fcntl(store.fd, fcntl.F_GETFL) & os.O_DIRECT
-    store.close([])
+    assert not fcntl.fcntl(store.fd(0), fcntl.F_GETFL) & os.O_DIRECT
+    store.close()
 
 
 def test_file_is_opened_o_direct_where_the_filesystem_takes_it(ssd_path: Path) -> None:
     store = opened(ssd_path)
-    direct = bool(fcntl.fcntl(store.fd, fcntl.F_GETFL) & os.O_DIRECT)
+    direct = bool(fcntl.fcntl(store.fd(0), fcntl.F_GETFL) & os.O_DIRECT)
     assert direct == (store.buffered_reason is None)
-    store.close([])
+    store.close()
 
 
 def test_refused_start_leaves_an_existing_store_as_it_was(ssd_path: Path) -> None:
     """Asking for more than the disk holds is a typing error; it must not cost the cache."""
     store = opened(ssd_path, persist=True)
-    store.close([ROW])
+    holder = placed(store, "kept")
+    store.close()
     with ssd_path.open("r+b") as file:
-        file.seek(BLOCK)
         file.write(b"kept")
+    before = contents(ssd_path.parent)
     with pytest.raises(StoreError, match="capacity"):
         opened(ssd_path, persist=True, capacity_nbytes=2**50)
-    assert ssd_path.exists(), "the refused start removed the file of the store before it"
+    assert contents(ssd_path.parent) == before
     again = opened(ssd_path, persist=True)
-    assert again.recovered == (ROW,)
-    assert ssd_path.read_bytes()[BLOCK : BLOCK + 4] == b"kept"
-    again.close([])
+    assert [found.digest for found in recovered(again)] == [holder.digest]
+    again.close()
 
 
 def test_second_store_on_one_path_is_refused_with_the_first_ones_pid(ssd_path: Path) -> None:
@@ -164,13 +164,13 @@ def test_second_store_on_one_path_is_refused_with_the_first_ones_pid(ssd_path: P
     with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
         opened(ssd_path)
     assert ssd_path.exists()
-    first.close([])
-    opened(ssd_path).close([])
+    first.close()
+    opened(ssd_path).close()
 
 
 def test_lock_of_a_killed_process_does_not_keep_the_next_out(ssd_path: Path) -> None:
-    ssd_path.with_name(f"{ssd_path.name}.lock").write_text("999999\n")
-    opened(ssd_path).close([])
+    lock_of(ssd_path).write_text("999999\n")
+    opened(ssd_path).close()
 
 
 def test_store_that_opens_while_another_closes_still_owns_the_path(
@@ -181,11 +181,11 @@ def test_store_that_opens_while_another_closes_still_owns_the_path(
     real = fcntl.flock
 
     def close_first_before_locking(fd: object, operation: int) -> None:
-        monkeypatch.setattr(extents_module.fcntl, "flock", real)
-        first.close([])
+        monkeypatch.setattr(shard_module.fcntl, "flock", real)
+        first.close()
         real(fd, operation)
 
-    monkeypatch.setattr(extents_module.fcntl, "flock", close_first_before_locking)
+    monkeypatch.setattr(shard_module.fcntl, "flock", close_first_before_locking)
     try:
         second = opened(ssd_path)
     except StoreError:
@@ -194,114 +194,7 @@ def test_store_that_opens_while_another_closes_still_owns_the_path(
         with pytest.raises(StoreError, match="in use"):
             opened(ssd_path)
     finally:
-        second.close([])
-
-
-def test_persistent_store_gives_its_rows_and_their_extents_back(ssd_path: Path) -> None:
-    opened(ssd_path, persist=True).close([ROW])
-    store = opened(ssd_path, persist=True)
-    assert store.recovered == (ROW,)
-    assert store.cold_reason is None
-    assert store.used_nbytes == ROW.nbytes
-    assert store.allocate(BLOCK) == 0
-    assert store.allocate(BLOCK) == ROW.offset + ROW.nbytes
-    store.close([ROW])
-
-
-def test_index_is_true_only_once(ssd_path: Path) -> None:
-    """A process that is killed leaves no index, for its file is no longer what the index says."""
-    opened(ssd_path, persist=True).close([ROW])
-    store = opened(ssd_path, persist=True)
-    assert not index_of(ssd_path).exists()
-    store.close([])
-
-
-def test_smaller_capacity_keeps_what_still_fits(ssd_path: Path) -> None:
-    far = IndexRow("cd" * 32, 4, 8 * BLOCK, BLOCK)
-    opened(ssd_path, persist=True).close([ROW, far])
-    store = opened(ssd_path, persist=True, capacity_nbytes=4 * BLOCK)
-    assert store.recovered == (ROW,)
-    store.close([])
-
-
-def test_rows_that_overlap_are_recovered_once(ssd_path: Path) -> None:
-    overlapping = IndexRow("cd" * 32, 4, 2 * BLOCK, BLOCK)
-    opened(ssd_path, persist=True).close([ROW, overlapping])
-    store = opened(ssd_path, persist=True)
-    assert store.recovered == (ROW,)
-    store.close([])
-
-
-GOOD_ROW = {"digest": "ab" * 32, "generation": 3, "offset": BLOCK, "nbytes": BLOCK}
-
-
-def index_with(**changes: object) -> bytes:
-    index = {"format": INDEX_FORMAT, "capacity_nbytes": CAPACITY_NBYTES, "objects": [GOOD_ROW]}
-    return json.dumps(index | changes).encode()
-
-
-def row_with(**changes: object) -> bytes:
-    return index_with(objects=[GOOD_ROW | changes])
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param(b"", id="empty"),
-        pytest.param(index_with()[:-9], id="cut off"),
-        pytest.param(b"[]", id="another type"),
-        pytest.param(b"null", id="null"),
-        pytest.param(b"\xff\xfe" + index_with(), id="not UTF-8"),
-        pytest.param(index_with().replace(b"digest", b"dige\xf3t"), id="a flipped high bit"),
-        pytest.param(b"[" * 100_000, id="nested too deeply"),
-        pytest.param(index_with(format="orbitkv-ssd-index:0"), id="another format"),
-        pytest.param(index_with(objects=None), id="no rows"),
-        pytest.param(index_with(objects=[[1, 2]]), id="rows of another type"),
-        pytest.param(index_with(objects=[{"digest": "ab"}]), id="rows without fields"),
-        pytest.param(row_with(more=1), id="a row with another field"),
-        pytest.param(row_with(generation=2**64), id="generation above all"),
-        pytest.param(row_with(digest="abcd"), id="digest of another length"),
-        pytest.param(row_with(digest="xy"), id="digest that is no hex"),
-        pytest.param(row_with(digest=5), id="digest that is no text"),
-        pytest.param(row_with(offset=BLOCK + 1), id="unaligned offset"),
-        pytest.param(row_with(offset=-BLOCK), id="negative offset"),
-        pytest.param(row_with(offset=float(BLOCK)), id="offset that is no integer"),
-        pytest.param(row_with(offset=str(BLOCK)), id="offset that is text"),
-        pytest.param(row_with(nbytes=0), id="no bytes"),
-        pytest.param(row_with(nbytes=float(BLOCK)), id="length that is no integer"),
-        pytest.param(row_with(generation="3"), id="generation that is text"),
-        pytest.param(row_with(generation=3.5), id="generation that is no integer"),
-    ],
-)
-def test_damaged_index_is_a_cold_start_with_a_reason(ssd_path: Path, content: bytes) -> None:
-    leave_index(ssd_path, content)
-    store = opened(ssd_path, persist=True)
-    assert store.recovered == ()
-    assert store.cold_reason
-    assert str(index_of(ssd_path)) in store.cold_reason
-    assert store.used_nbytes == 0
-    store.close([])
-
-
-def test_row_past_the_end_of_the_file_is_left_out(ssd_path: Path) -> None:
-    leave_index(ssd_path, row_with(offset=2**60))
-    store = opened(ssd_path, persist=True)
-    assert store.recovered == ()
-    assert store.used_nbytes == 0
-    store.close([])
-
-
-def test_index_that_cannot_be_read_leaves_the_path_unlocked(ssd_path: Path) -> None:
-    """Whatever keeps a store from opening, the next attempt must not find it in use."""
-    opened(ssd_path, persist=True).close([])
-    index_of(ssd_path).unlink()
-    index_of(ssd_path).mkdir()
-    with contextlib.suppress(OSError, StoreError):
-        opened(ssd_path, persist=True).close([])
-    if index_of(ssd_path).is_dir():
-        index_of(ssd_path).rmdir()
-    ssd_path.unlink()  # without its index it is nothing that a store would take for its own
-    opened(ssd_path, persist=True).close([])
+        second.close()
 
 
 def test_a_file_of_somebody_elses_is_neither_used_nor_removed(ssd_path: Path) -> None:
@@ -328,14 +221,320 @@ def test_a_link_or_a_pipe_is_neither_used_nor_removed(ssd_path: Path) -> None:
 
 def test_what_a_killed_manager_left_is_taken_over(ssd_path: Path) -> None:
     ssd_path.write_bytes(b"old extents")
-    ssd_path.with_name(f"{ssd_path.name}.lock").write_text("999999\n")
-    opened(ssd_path).close([])
+    lock_of(ssd_path).write_text("999999\n")
+    opened(ssd_path).close()
     assert list(ssd_path.parent.iterdir()) == []
 
 
-def test_an_index_does_not_outlive_a_store_that_was_not_to_persist(ssd_path: Path) -> None:
-    opened(ssd_path, persist=True).close([ROW])
-    opened(ssd_path).close([])
-    store = opened(ssd_path, persist=True)
-    assert store.recovered == ()
-    store.close([])
+def test_refused_start_keeps_the_mark_of_what_a_killed_manager_left(ssd_path: Path) -> None:
+    """Without its lock file the next start would take it for somebody else's."""
+    ssd_path.write_bytes(b"old extents")
+    lock_of(ssd_path).write_text("999999\n")
+    with pytest.raises(StoreError, match="capacity"):
+        opened(ssd_path, capacity_nbytes=2**50)
+    assert ssd_path.read_bytes() == b"old extents"
+    opened(ssd_path).close()
+
+
+def test_file_that_may_not_be_removed_is_emptied_at_close(
+    ssd_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(ssd_path)
+    real = Path.unlink
+
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        if path == ssd_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        real(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    store.close()
+    monkeypatch.undo()
+    assert contents(ssd_path.parent) == {ssd_path.name: b""}
+    opened(ssd_path).close()
+
+
+# Shards ----------------------------------------------------------------------------------------
+
+
+def test_capacity_is_shared_in_equal_parts(paths: list[Path]) -> None:
+    store = opened(*paths, capacity_nbytes=10 * BLOCK)
+    assert store.paths == tuple(paths)
+    assert [path.stat().st_size for path in paths] == [4 * BLOCK] * 3
+    assert store.capacity_nbytes == 12 * BLOCK
+    assert len({store.fd(shard) for shard in range(3)}) == 3
+    holder = placed(store, "a", 2)
+    assert store.shard_used_nbytes == (2 * BLOCK, 0, 0)
+    assert store.used_nbytes == 2 * BLOCK
+    store.withdraw(holder)
+    store.free(holder)
+    assert store.used_nbytes == 0
+    store.close()
+    assert contents(paths[0].parent) == {}
+
+
+@pytest.mark.parametrize("shard", range(3))
+def test_second_store_is_refused_at_each_shard_and_leaves_all_as_they_are(
+    paths: list[Path], shard: int
+) -> None:
+    first = opened(paths[shard], persist=True)
+    before = contents(paths[0].parent)
+    with pytest.raises(StoreError, match=f"{paths[shard]}: in use by process {os.getpid()}"):
+        opened(*paths)
+    assert contents(paths[0].parent) == before
+    first.close()
+    opened(*paths).close()
+
+
+@pytest.mark.parametrize("persist", [False, True])
+@pytest.mark.parametrize("shard", range(3))
+def test_refused_start_leaves_every_shard_as_it_was(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, shard: int, *, persist: bool
+) -> None:
+    """The disk fills up at one of them; and the others are not cut to the smaller capacity."""
+    store = opened(*paths, persist=True)
+    for name in range(5):
+        placed(store, name)
+    store.close()
+    before = contents(paths[0].parent)
+    calls = []
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        calls.append(fd)
+        if len(calls) == shard + 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for capacity_nbytes in (3 * BLOCK, 48 * BLOCK):
+        calls.clear()
+        with pytest.raises(StoreError, match=f"{paths[shard]}: No space left on device"):
+            opened(*paths, persist=persist, capacity_nbytes=capacity_nbytes)
+        assert contents(paths[0].parent) == before
+
+
+def test_index_that_cannot_be_written_refuses_to_start_and_leaves_the_others(
+    paths: list[Path],
+) -> None:
+    opened(*paths, persist=True).close()
+    before = contents(paths[0].parent)
+    unfinished = paths[1].with_name(f"{paths[1].name}.unfinished")
+    unfinished.mkdir()
+    with pytest.raises(StoreError, match=f"{paths[1]}: Is a directory"):
+        opened(*paths, persist=True)
+    unfinished.rmdir()
+    assert contents(paths[0].parent) == before
+
+
+def test_capacity_that_the_shards_of_one_filesystem_cannot_hold_together_is_refused(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself would fit, and a sparse file would tell only when it is written."""
+    monkeypatch.setattr(shard_module.shutil, "disk_usage", lambda path: _Free())
+    with pytest.raises(StoreError, match=f"{paths[2]}: capacity 16 KiB; free .*: 8 KiB"):
+        opened(*paths, capacity_nbytes=12 * BLOCK)
+    assert contents(paths[0].parent) == {}
+    opened(*paths[:2], capacity_nbytes=8 * BLOCK).close()
+
+
+class _Free:
+    free = 10 * BLOCK
+
+
+def linked_directory(path: Path) -> Path:
+    alias = path.parent / "alias"
+    alias.symlink_to(path.parent, target_is_directory=True)
+    return alias / path.name
+
+
+def hard_link(path: Path) -> Path:
+    path.touch()
+    alias = path.with_name("alias")
+    alias.hardlink_to(path)
+    return alias
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda path: path,
+        lambda path: path.parent / "none" / ".." / path.name,
+        linked_directory,
+        hard_link,
+        lock_of,
+        lambda path: path.with_name(f"{path.name}.index"),
+    ],
+    ids=["itself", "dots", "a linked directory", "a hard link", "its lock", "its index"],
+)
+def test_two_shards_in_one_file_are_refused_by_whatever_names(
+    ssd_path: Path, other: object
+) -> None:
+    (ssd_path.parent / "none").mkdir()
+    alias = other(ssd_path)  # type: ignore[operator]
+    before = sorted(path.name for path in ssd_path.parent.iterdir())
+    with pytest.raises(StoreError, match=f"ssd path {alias}: a file of {ssd_path}; accepted"):
+        opened(ssd_path, alias)
+    assert sorted(path.name for path in ssd_path.parent.iterdir()) == before
+
+
+def test_close_goes_on_after_a_shard_that_fails_and_names_it(paths: list[Path]) -> None:
+    store = opened(*paths, persist=True)
+    placed(store, "a")
+    index = paths[0].with_name(f"{paths[0].name}.index")
+    index.unlink()
+    index.mkdir()
+    with pytest.raises(StoreError, match=f"{paths[0]}: closing: Is a directory"):
+        store.close()
+    assert not any(lock_of(path).exists() for path in paths)
+    store.close()
+
+
+# Placement -------------------------------------------------------------------------------------
+
+
+def test_sequence_of_extents_is_adjacent_and_goes_round(ssd_path: Path) -> None:
+    store = opened(ssd_path, capacity_nbytes=6 * BLOCK)
+    holders = [placed(store, name, 2) for name in range(3)]
+    assert [holder.block for holder in holders] == [0, 2, 4]
+    assert placed(store, "next", 1).block == 0
+    assert store.used_nbytes == 5 * BLOCK, "the oldest was evicted whole"
+    store.close()
+
+
+def test_shards_take_turns_by_runs_that_one_transfer_carries(tmp_path: Path) -> None:
+    store = opened(tmp_path / "a", tmp_path / "b", capacity_nbytes=8 * RUN_NBYTES)
+    third = RUN_NBYTES // 3 // BLOCK
+    holders = [placed(store, name, third) for name in range(12)]
+    assert [holder.shard for holder in holders] == [0, 0, 0, 1, 1, 1] * 2
+    by_shard = [[h for h in holders if h.shard == shard] for shard in range(2)]
+    for run in by_shard:
+        assert [h.offset for h in run] == [index * third * BLOCK for index in range(6)]
+    assert len(set(store.shard_used_nbytes)) == 1
+    store.close()
+
+
+def test_pinned_extent_is_not_overwritten_and_the_others_are_tried(paths: list[Path]) -> None:
+    store = opened(*paths, capacity_nbytes=6 * BLOCK)
+    first = [placed(store, name, 2) for name in range(3)]
+    assert [holder.shard for holder in first] == [0, 1, 2], (
+        "a full shard lets the next have its turn"
+    )
+    first[0].pins = first[1].pins = 1
+    assert placed(store, "a", 2).shard == 2
+    for shard in store._shards:
+        for holder in shard.ring._held.values():
+            holder.pins = 1
+    used = store.used_nbytes
+    assert store.reserve(BLOCK) is None
+    assert store.used_nbytes == used
+    first[1].pins = 0
+    assert placed(store, "b", 1).shard == 1
+    store.close()
+
+
+def test_nothing_is_evicted_for_what_a_pinned_extent_keeps_out(ssd_path: Path) -> None:
+    store = opened(ssd_path, capacity_nbytes=6 * BLOCK)
+    holders = [placed(store, name, 2) for name in range(3)]
+    holders[1].pins = 1
+    assert store.reserve(4 * BLOCK) is None
+    assert store.used_nbytes == 6 * BLOCK
+    assert placed(store, "fits before it", 2).block == 0
+    store.close()
+
+
+def test_what_is_passed_over_at_the_end_is_not_immortal(ssd_path: Path) -> None:
+    """Objects of three blocks never fit into the last one, so nothing would ever replace it."""
+    store = opened(ssd_path, capacity_nbytes=7 * BLOCK)
+    for name in range(2):
+        placed(store, name, 3)
+    small = placed(store, "small", 1)
+    assert small.block == 6
+    for name in range(2):
+        placed(store, name, 3)
+    placed(store, "round again", 3)
+    assert store.used_nbytes == 6 * BLOCK
+    assert small.offset not in store._shards[0].ring._held
+    store.close()
+
+
+def test_extent_that_goes_round_evicts_what_it_covers_beside_what_it_passes_over(
+    ssd_path: Path,
+) -> None:
+    store = opened(ssd_path, capacity_nbytes=7 * BLOCK)
+    for name, blocks in enumerate((2, 2, 1)):
+        placed(store, name, blocks)
+    assert placed(store, "round", 3).block == 0
+    assert store.used_nbytes == 4 * BLOCK, "of three, the youngest is left"
+    store.close()
+
+
+def test_extent_larger_than_a_shard_has_no_room(paths: list[Path]) -> None:
+    store = opened(*paths, capacity_nbytes=6 * BLOCK)
+    assert store.reserve(3 * BLOCK) is None
+    assert placed(store, "a", 2).block == 0
+    store.close()
+
+
+class _Counted(Holder):
+    """Counts how often the store looks at it."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "offset":
+            _Counted.looks += 1
+        return super().__getattribute__(name)
+
+
+def looks_per_reservation(path: Path, extents: int) -> float:
+    store = opened(path, capacity_nbytes=extents * BLOCK)
+    _Counted.looks = 0
+    for index in range(3 * extents):
+        room = store.reserve(BLOCK)
+        assert room
+        for evicted in room.evicted:
+            store.free(evicted)
+        store.hold(_Counted(b"", index, room.shard, room.offset, BLOCK))
+    store.close()
+    return _Counted.looks / (3 * extents)
+
+
+def test_reservation_costs_the_same_in_a_large_store(ssd_path: Path) -> None:
+    assert looks_per_reservation(ssd_path, 4096) <= looks_per_reservation(ssd_path, 64) * 1.05 < 10
+
+
+def test_reservation_that_a_lease_keeps_out_costs_one_look_a_shard(ssd_path: Path) -> None:
+    store = opened(ssd_path, capacity_nbytes=1024 * BLOCK)
+    for index in range(1024):
+        room = store.reserve(BLOCK)
+        assert room
+        store.hold(_Counted(b"", index, room.shard, room.offset, BLOCK, pins=index == 512))
+    assert store.reserve(1024 * BLOCK) is None
+    _Counted.looks = 0
+    for _ in range(100):
+        assert store.reserve(1024 * BLOCK) is None
+    assert _Counted.looks <= 300
+    store.close()
+
+
+def test_what_is_freed_while_the_cursor_is_elsewhere_leaves_room_for_its_turn(
+    ssd_path: Path,
+) -> None:
+    store = opened(ssd_path, capacity_nbytes=4 * BLOCK)
+    holders = [placed(store, name) for name in range(4)]
+    store.withdraw(holders[1])
+    store.free(holders[1])
+    assert placed(store, "a", 2).block == 0, "one evicted, one free"
+    assert store.used_nbytes == 4 * BLOCK
+    store.close()
+
+
+def test_leftovers_of_killed_managers_are_taken_over_shard_by_shard(paths: list[Path]) -> None:
+    for persist in (False, True):
+        store = opened(*paths, persist=persist)
+        placed(store, "a")
+        kill(store)
+    store = opened(*paths, capacity_nbytes=6 * BLOCK)
+    assert store.used_nbytes == 0
+    assert [path.stat().st_size for path in paths] == [2 * BLOCK] * 3
+    store.close()
+    assert contents(paths[0].parent) == {}

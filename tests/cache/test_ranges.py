@@ -47,14 +47,6 @@ class RangesAgainstBitmap(RuleBasedStateMachine):
         assert offset == best * BLOCK, "not the smallest that fits, lowest offset first"
         self._take(best, blocks)
 
-    @rule(start=st.integers(0, 26), blocks=st.integers(1, 10))
-    def reserve(self, start: int, blocks: int) -> None:
-        inside = start + blocks <= len(self.free)
-        is_free = inside and all(self.free[start : start + blocks])
-        assert self.ranges.reserve(start * BLOCK, blocks * BLOCK) == is_free
-        if is_free:
-            self._take(start, blocks)
-
     @precondition(lambda self: self.taken)
     @rule(choice=st.integers(0, 2**16))
     def give_back(self, choice: int) -> None:

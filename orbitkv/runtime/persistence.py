@@ -1,0 +1,102 @@
+"""Persistence: tiers opened, checkpointed and closed in threads, while the loop serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+
+from orbitkv.cache.catalogue import Catalogue, Copy
+from orbitkv.cache.extents import ExtentStore
+from orbitkv.cache.pool import Pool
+from orbitkv.config import Config
+from orbitkv.errors import StoreError
+from orbitkv.runtime.lanes import drain_task
+
+
+class Persistence:
+    """Checkpoints of an SSD store that changes, for as long as it is entered; then its close.
+
+    Args:
+        interval_s: Between the end of one checkpoint and the begin of the next.
+        counters: Gets ``ssd_checkpoints``, by shard, and ``ssd_checkpoint_faults``.
+    """
+
+    def __init__(
+        self,
+        extents: ExtentStore[Copy],
+        *,
+        interval_s: float,
+        counters: Counter[str],
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        self._extents = extents
+        self._interval_s = interval_s
+        self._counters = counters
+        self._log = log
+
+    async def __aenter__(self) -> Self:
+        self._keeping = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the checkpoint under way, and close the store."""
+        try:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        finally:
+            await _off_loop(self._extents.close)
+        if not self._keeping.cancelled():
+            self._keeping.result()
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                self._counters["ssd_checkpoints"] += await self._extents.checkpoint(_off_loop)
+            except StoreError as error:  # what was written before stands, and is tried again
+                self._counters["ssd_checkpoint_faults"] += 1
+                self._log.warning("ssd_checkpoint_failed", fault=str(error))
+
+
+async def _off_loop(call: Callable[..., None], *args: Any) -> None:  # noqa: ANN401 - the call's own
+    """Run what blocks in a thread. A cancelled caller still waits for its end."""
+    await drain_task(asyncio.to_thread(call, *args))
+
+
+async def open_tiers(config: Config) -> Catalogue:
+    """Open pool and store in a thread: files are allocated, memory locked, an index read.
+
+    Raises:
+        ConfigError: the machine has less memory than the pool.
+        StoreError: the SSD tier cannot be opened.
+    """
+    opened: list[Catalogue] = []
+    try:
+        await _off_loop(lambda: opened.append(_open(config)))
+    except asyncio.CancelledError:
+        for catalogue in opened:
+            await _off_loop(catalogue.close)
+        raise
+    return opened[0]
+
+
+def _open(config: Config) -> Catalogue:
+    pool = Pool(config.pool_nbytes, lock_memory=config.lock_memory)
+    if not config.ssd_cache_paths:
+        return Catalogue(pool, None)
+    return Catalogue(
+        pool,
+        ExtentStore(
+            config.ssd_cache_paths, config.ssd_cache_capacity_nbytes, persist=config.ssd_persist
+        ),
+    )
