@@ -19,6 +19,7 @@ from measure import parser, report
 
 from orbitkv import Config, Edge, Graph, Node, Saved, Ticket
 from orbitkv.cache.catalogue import Catalogue
+from orbitkv.cache.direct import DirectRoute, Gate
 from orbitkv.cache.pool import Pool
 from orbitkv.errors import OrbitError
 from orbitkv.graph import Bound, Lanes, Port, Ports, StageUse
@@ -115,6 +116,7 @@ async def through_graph(graph: Graph, repeats: int) -> list[float]:
         catalogue=catalogue,
         config=Config(),
         open_lane=lambda node: HostLane(node.lane),
+        direct=DirectRoute(Gate(catalogue.counters, structlog.get_logger())),
         log=structlog.get_logger(),
     ) as runtime:
         return await timed(once, repeats)

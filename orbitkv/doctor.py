@@ -17,7 +17,7 @@ from rich.text import Text
 
 from orbitkv import probe
 from orbitkv.probe import Finding
-from orbitkv.runtime.uring import probe_io_uring
+from orbitkv.runtime.liburing import probe_io_uring
 
 # Compiling CuPy's first kernel takes seconds where the disk is slow; a hung driver takes for ever.
 CHILD_LIMIT_S = 30.0
@@ -40,6 +40,7 @@ def examine(
         probe.cuda(limit_s=limit_s),
         probe.cufile(path, limit_s=limit_s),
         io_uring(),
+        ssd_route(path),
         probe.nvcomp(nvcomp_library, limit_s=limit_s),
         probe.mooncake(),
         probe.huge_pages(),
@@ -60,6 +61,17 @@ def io_uring() -> Finding:
         if reason is None
         else "apt-get install liburing2; sysctl kernel.io_uring_disabled=0; in a container, "
         "a seccomp profile that permits io_uring",
+    )
+
+
+def ssd_route(path: Path) -> Finding:
+    """Find which way ``ssd_backend='auto'`` takes for pages on a GPU."""
+    reason = probe.direct_unavailable((path,), "auto")
+    return Finding(
+        "SSD route",
+        available=True,
+        verdict="auto takes cuFile" if reason is None else "auto takes U: by way of DRAM",
+        evidence=reason or "native cuFile",
     )
 
 

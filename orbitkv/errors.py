@@ -87,5 +87,21 @@ class DeviceFault(OrbitError):
     """The GPU refused or failed; what the request had enqueued there may not have been done."""
 
 
+class DirectFault(OrbitError):
+    """cuFile refused or failed; nothing new takes the direct route until a restart."""
+
+
 class StageFault(OrbitError):
     """A stage failed with something other than an OrbitError: a bug, which stops its pipeline."""
+
+
+class ProtocolError(OrbitError):
+    """The other side of a socket sent what is no message, or one that it may not send."""
+
+
+class SessionLost(OrbitError):
+    """The session with the daemon is over: its handles are void, and its calls are refused."""
+
+
+class DeadlineMissed(OrbitError):
+    """The daemon did not answer in time. What was asked may still be carried out."""

@@ -273,6 +273,10 @@ def _joint_faults(where: str, use: StageUse, following: StageUse) -> Iterator[st
     """Check that two neighbouring stages of one node fit: one port each, of one type."""
     assert use.implementation
     assert following.implementation
+    if hasattr(use.implementation, "split"):
+        seen = f"stages {use.name!r} and {following.name!r} cannot follow each other"
+        yield f"{where}: {seen}: the first emits piece by piece, wanted as the last one"
+        return
     outputs, inputs = use.implementation.outputs, following.implementation.inputs
     if len(outputs) != 1 or len(inputs) != 1:
         yield (

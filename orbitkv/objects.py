@@ -22,6 +22,7 @@ MAGIC = b"OrbitKV\0"
 VERSION = 2
 PAYLOAD_ALIGN_NBYTES = 512
 OBJECT_ALIGN_NBYTES = 4096
+_ZEROS = bytes(OBJECT_ALIGN_NBYTES)
 KEY_DIGEST_NBYTES = 32
 MAX_SEGMENTS = 2**16
 MAX_SEGMENT_NBYTES = 2**40
@@ -91,6 +92,7 @@ class RawReason(IntEnum):
 # CRC-32 of IEEE 802.3, equal to ``zlib.crc32``; releases the GIL. Bound as it is: a call through a
 # function of ours costs a twentieth of a 64 KiB segment's CRC.
 crc32: Callable[..., int] = isal_zlib.crc32
+crc32_combine: Callable[[int, int, int], int] = isal_zlib.crc32_combine
 
 
 def align_up(nbytes: int, alignment: int) -> int:
@@ -223,11 +225,19 @@ def write_object(
         )
     image[end:total_nbytes] = 0
     table = struct.pack("<" + _ROW_FIELDS * len(segments), *rows)
-    image[:table_end] = np.frombuffer(_head(table, total_nbytes, key_digest, generation), np.uint8)
+    image[:table_end] = np.frombuffer(
+        pack_head(table, total_nbytes, key_digest, generation), np.uint8
+    )
     return total_nbytes
 
 
-def _head(table: bytes, total_nbytes: int, key_digest: bytes, generation: int) -> bytes:
+def pack_head(table: bytes, total_nbytes: int, key_digest: bytes, generation: int) -> bytes:
+    """Header and table of an object, with the CRC over both.
+
+    Args:
+        table: The segment table, complete.
+        total_nbytes: Of the object, a multiple of 4 KiB.
+    """
     segments = len(table) // ROW_NBYTES
     head = _HEADER.pack(
         MAGIC,
@@ -252,23 +262,26 @@ def finish_object(
         table: The segment table, complete.
         payloads: From the first payload's first byte to the last one's last.
     """
-    head = _head(table.tobytes(), image.nbytes, key_digest, generation)
+    head = pack_head(table.tobytes(), image.nbytes, key_digest, generation)
     image[: payloads.start] = np.frombuffer(head.ljust(payloads.start, b"\0"), np.uint8)
     if payloads.stop < image.nbytes:
         image[payloads.stop :] = 0
 
 
-def read_header(image: Bytes, *, key_digest: bytes | None = None) -> Header:
+def read_header(
+    image: Bytes, *, key_digest: bytes | None = None, nbytes: int | None = None
+) -> Header:
     """Check an object's header and table, and nothing of its payloads.
 
     Args:
         image: uint8[n], host; the object's bytes and nothing after them.
         key_digest: The key that was asked for. None: any, for a reader of files.
+        nbytes: Of the object, where ``image`` holds no more than its head.
 
     Raises:
         CorruptObject: naming the field, what was seen, and what is accepted.
     """
-    header = read_sealed(image, key_digest=key_digest)
+    header = read_sealed(image, key_digest=key_digest, nbytes=nbytes)
     end = HEADER_NBYTES + len(header.table)
     rows = enumerate(_ROW.iter_unpack(header.table))
     for index, (kind, _, flags, _, original_nbytes, stored_nbytes, offset) in rows:
@@ -286,8 +299,14 @@ def read_header(image: Bytes, *, key_digest: bytes | None = None) -> Header:
     return header
 
 
-def read_sealed(image: Bytes, *, key_digest: bytes | None = None) -> Header:
+def read_sealed(
+    image: Bytes, *, key_digest: bytes | None = None, nbytes: int | None = None
+) -> Header:
     """Check an object's header, and the CRC over it and its table; of the rows, nothing.
+
+    Args:
+        image: uint8[n], host.
+        nbytes: Of the object, where ``image`` holds no more than its head.
 
     Raises:
         CorruptObject: naming the field, what was seen, and what is accepted.
@@ -301,7 +320,7 @@ def read_sealed(image: Bytes, *, key_digest: bytes | None = None) -> Header:
     _expect("magic", magic, MAGIC)
     _expect("version", version, VERSION)
     _expect("header_nbytes", header_nbytes, HEADER_NBYTES)
-    _expect("total_nbytes", total_nbytes, image.nbytes)
+    _expect("total_nbytes", total_nbytes, image.nbytes if nbytes is None else nbytes)
     _expect("reserved bytes", reserved, _RESERVED)
     table_end = HEADER_NBYTES + ROW_NBYTES * segments
     if not 0 < segments <= MAX_SEGMENTS or table_end > image.nbytes:
@@ -336,16 +355,38 @@ def check_payloads(image: Bytes, header: Header) -> list[Segment]:
     Raises:
         CorruptObject: naming the first segment or gap that differs.
     """
-    segments = read_segments(image, header)
+    check_stored(image, header)
+    return read_segments(image, header)
+
+
+def check_stored(image: Bytes, header: Header) -> None:
+    """Compare every payload's CRC with the table, and all padding with zero.
+
+    In one pass: the CRC over all of it follows from the payloads' and from that of zeros.
+
+    Raises:
+        CorruptObject: naming the first segment or gap that differs.
+    """
+    start = end = HEADER_NBYTES + len(header.table)
+    wanted = 0
+    for _, _, _, crc, _, stored_nbytes, offset in _ROW.iter_unpack(header.table):
+        if gap_nbytes := offset - end:
+            wanted = crc32_combine(wanted, crc32(_ZEROS[:gap_nbytes]), gap_nbytes)
+        wanted = crc32_combine(wanted, crc, stored_nbytes)
+        end = offset + stored_nbytes
+    if gap_nbytes := image.nbytes - end:
+        wanted = crc32_combine(wanted, crc32(_ZEROS[:gap_nbytes]), gap_nbytes)
+    if crc32(image[start:]) != wanted:
+        _name_difference(image, header)
+
+
+def _name_difference(image: Bytes, header: Header) -> None:
     end = HEADER_NBYTES + len(header.table)
-    for index, segment in enumerate(segments):
-        offset, payload = segment.offset or 0, segment.payload
-        seen = crc32(payload)
+    for index, segment in enumerate(read_segments(image, header)):
+        offset, seen = segment.offset or 0, crc32(segment.payload)
         if seen != segment.crc32:
             raise CorruptObject(f"segment {index}: crc32 {seen:08x}; stored {segment.crc32:08x}")
-        if offset != end and image[end:offset].any():
+        if image[end:offset].any():
             raise CorruptObject(f"padding before segment {index} is not zero")
-        end = offset + payload.nbytes
-    if image[end:].any():
-        raise CorruptObject("padding after the last segment is not zero")
-    return segments
+        end = offset + segment.stored_nbytes
+    raise CorruptObject("padding after the last segment is not zero")

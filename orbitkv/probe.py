@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -37,6 +38,7 @@ _DRIVER_LIBRARY = "libcuda.so.1"
 _CUDA_ERROR_NO_DEVICE = 100
 # The GPU's node in /dev: on a server, under WSL, on Tegra.
 _DEVICE_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
+_PROBE_LIMIT_S = 30.0
 _NVIDIA_FS = (Path("/proc/driver/nvidia-fs"), Path("/sys/module/nvidia_fs"))
 _NVCOMP_LIBRARY = "libnvcomp.so.5"
 _NVCOMP_MAJOR = 5
@@ -289,6 +291,33 @@ def cufile(path: Path, *, limit_s: float) -> Finding:
         evidence=f"{module or 'no nvidia-fs'}; with CompatMode.OFF: {direct}",
         remedy=None if native else "for native: install GPUDirect Storage (package nvidia-gds)",
     )
+
+
+@functools.cache
+def direct_unavailable(paths: tuple[Path, ...], backend: str) -> str | None:
+    """Say why SSD files are not read or written past the host, or None where they are to be.
+
+    Args:
+        paths: Files of the SSD tier.
+        backend: ``auto`` takes cuFile only where it is native; ``cufile`` in compat mode too.
+    """
+    if not paths:
+        return "no SSD path is configured (--ssd-cache-path)"
+    if backend not in ("auto", "cufile"):
+        return f"{backend} was chosen; D and U serve instead"
+    reason = kvikio_unavailable()
+    if reason is not None:
+        return reason
+    if backend == "auto" and not any(place.exists() for place in _NVIDIA_FS):
+        return (
+            "no nvidia-fs, so cuFile would go through host memory too; D and U serve instead, "
+            "unless ssd_backend is cufile"
+        )
+    finding = cufile(paths[0], limit_s=_PROBE_LIMIT_S)
+    native = finding.verdict.startswith("native")
+    if finding.available and (native or backend == "cufile"):
+        return None
+    return f"cuFile {finding.verdict}: {finding.evidence}"
 
 
 def nvcomp(library: str | None, *, limit_s: float) -> Finding:

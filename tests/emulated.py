@@ -11,17 +11,20 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import os
 import queue
 import random
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from orbitkv.cache.direct import SLOT_NBYTES
 from orbitkv.cache.pool import Pool
 from orbitkv.codecs.base import SegmentSpec
 from orbitkv.codecs.cuda.ans import AnsDevice, DecodePlan, EncodePlan
@@ -32,7 +35,7 @@ from orbitkv.codecs.host import Fp8Codec, TurboQuantCodec
 from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.objects import Bytes, RawReason
 from orbitkv.runtime.arena import Arena
-from orbitkv.runtime.lanes import Submitted, drained
+from orbitkv.runtime.lanes import HostLane, Submitted, drained
 from orbitkv.segment import PagedTensors, Role, Words
 
 UNDECODABLE = 8
@@ -351,6 +354,48 @@ class EmulatedBridge:
 
     def put(self, source: Bytes, segment: Words) -> None:
         segment[...] = source.view(segment.dtype).reshape(segment.shape)
+
+
+class EmulatedSlot:
+    def __init__(self) -> None:
+        self.memory = np.full(SLOT_NBYTES, 0xCC, np.uint8)
+        self.address = int(self.memory.ctypes.data)
+
+
+class EmulatedFileLane(HostLane):
+    """Takes the place of ``orbitkv.runtime.cufile.CuFileLane``."""
+
+    def __init__(self, name: str, paths: Sequence[Path]) -> None:
+        super().__init__(name)
+        self._paths = tuple(paths)
+        self._slots: dict[int, list[EmulatedSlot]] = {}
+        self._fds: list[int] = []
+
+    def open_device(self, device: Any) -> None:
+        if device.ordinal not in self._slots:
+            self._slots[device.ordinal] = [EmulatedSlot(), EmulatedSlot()]
+            self._fds += [os.open(path, os.O_RDWR) for path in self._paths[len(self._fds) :]]
+
+    def slots(self, device: int) -> Sequence[EmulatedSlot]:
+        return self._slots[device]
+
+    async def read(self, shard: int, slot: EmulatedSlot, nbytes: int, offset: int) -> int:
+        assert offset % 4096 == nbytes % 4096 == 0
+        assert nbytes <= SLOT_NBYTES
+        slot.memory[:] = 0xCC
+        return await self.run(os.preadv, self._fds[shard], [slot.memory[:nbytes]], offset)
+
+    async def write(self, shard: int, slot: EmulatedSlot, nbytes: int, offset: int) -> int:
+        assert offset % 4096 == nbytes % 4096 == 0
+        assert nbytes <= SLOT_NBYTES
+        moved = await self.run(os.pwrite, self._fds[shard], slot.memory[:nbytes], offset)
+        slot.memory[:] = 0xCC
+        return moved
+
+    async def close(self) -> None:
+        await super().close()
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 class EmulatedDevice:

@@ -22,6 +22,7 @@ NAMES = [
     "CUDA",
     "cuFile",
     "io_uring",
+    "SSD route",
     "nvCOMP",
     "Mooncake",
     "huge pages",

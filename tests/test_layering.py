@@ -24,7 +24,7 @@ LAYERS = (
     ("orbitkv.codecs",),
     ("orbitkv.cache",),
     ("orbitkv.stages.ticket",),
-    ("orbitkv.stages.batch",),
+    ("orbitkv.stages.batch", "orbitkv.stages.direct"),
     ("orbitkv.stages.base",),
     ("orbitkv.stages.*",),
     ("orbitkv.stages",),
@@ -33,7 +33,7 @@ LAYERS = (
     ("orbitkv",),
     ("orbitkv.engines",),
     ("orbitkv.commands",),
-    ("orbitkv.doctor", "orbitkv.demo", "orbitkv.okv", "orbitkv.qualify"),
+    ("orbitkv.doctor", "orbitkv.demo", "orbitkv.okv", "orbitkv.qualify", "orbitkv.top"),
     ("orbitkv.cli", "orbitkv.__main__"),
 )
 

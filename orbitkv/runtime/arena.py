@@ -106,7 +106,7 @@ class Arena:
                 f"{self.name}: {nbytes} bytes asked for; the budget is {self.limit_nbytes}"
             )
         nbytes = max(nbytes, OBJECT_ALIGN_NBYTES)
-        if not self._waiting and self._growing is None and (lease := self._lease(nbytes)):
+        if lease := self.lease(nbytes):
             return lease
         granted: asyncio.Future[ArenaLease] = asyncio.get_running_loop().create_future()
         self._waiting.append((granted, nbytes))
@@ -118,6 +118,25 @@ class Arena:
                 granted.result().release()  # granted in the tick in which we were cancelled
             self._serve()
             raise
+
+    def lease(self, nbytes: int) -> ArenaLease | None:
+        """A range, if one is free now and nobody waits for it."""
+        return None if self._waiting or self._growing else self._free_range(nbytes)
+
+    async def acquire_now(self, nbytes: int) -> ArenaLease | None:
+        """A range, unless it had to wait for somebody else's; only growth is waited for.
+
+        Raises:
+            DeviceFault: the device has no memory left.
+        """
+        nbytes = max(nbytes, OBJECT_ALIGN_NBYTES)
+        while self._growing:
+            await asyncio.wait([self._growing])
+        lease = self.lease(nbytes)
+        idle = not (self.used_nbytes or self._waiting)
+        if lease is None and idle and nbytes <= self.limit_nbytes:
+            return await self.acquire(nbytes)
+        return lease
 
     def free(self, offset: int, nbytes: int) -> None:
         """Take a range back."""
@@ -137,7 +156,7 @@ class Arena:
             if granted.done():  # its caller was cancelled
                 self._waiting.popleft()
                 continue
-            lease = self._lease(nbytes)
+            lease = self._free_range(nbytes)
             if lease is None:
                 if not self.used_nbytes:
                     self._growing = asyncio.create_task(self._grow(self._wanted_nbytes(nbytes)))
@@ -145,7 +164,7 @@ class Arena:
             self._waiting.popleft()
             granted.set_result(lease)
 
-    def _lease(self, nbytes: int) -> ArenaLease | None:
+    def _free_range(self, nbytes: int) -> ArenaLease | None:
         """A range that is free now; none while the arena is to grow first."""
         if not self.used_nbytes and self.capacity_nbytes < self._wanted_nbytes(nbytes):
             return None

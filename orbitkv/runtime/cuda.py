@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,9 @@ from orbitkv.runtime.lanes import HostLane, Submitted, drained
 from orbitkv.segment import PagedTensors, Words
 
 SCRATCH_NBYTES = 64 * KIB
+# As long as an event is looked for on the loop before a thread waits for it: twice the way to that
+# thread and back, and longer than a page of 2 MiB takes.
+POLLED_S = 150e-6
 _COPY_ANY_WAY = 4  # cudaMemcpyDefault: the addresses tell the direction
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 
@@ -235,11 +239,20 @@ class DeviceStream:
             DeviceFault: what had been enqueued before it failed.
         """
         self.device.make_current()
-        if event.happened:
-            return
-        over: Submitted[None] = Submitted(loop=self._loop)
-        self._awaited.put((event, over))
-        await drained(over)
+        cancelled = None
+        until_s = time.perf_counter() + POLLED_S
+        while not event.happened:
+            if cancelled or time.perf_counter() > until_s:
+                over: Submitted[None] = Submitted(loop=self._loop)
+                self._awaited.put((event, over))
+                await drained(over)
+                break
+            try:
+                await asyncio.sleep(0)  # the loop goes on, and so do other threads
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled:
+            raise cancelled
 
     async def take_scratch(self, nbytes: int) -> Bytes:
         """Pinned host memory of ``nbytes`` or more, to be given back once no kernel uses it."""

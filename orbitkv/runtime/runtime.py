@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import structlog
 
 from orbitkv.cache.budget import Budget
 from orbitkv.cache.catalogue import Catalogue
+from orbitkv.cache.direct import DirectRoute
 from orbitkv.codecs.slots import SlotCodecs, raw_slots
 from orbitkv.config import Config
 from orbitkv.errors import (
@@ -35,6 +37,7 @@ from orbitkv.stages.base import (
     ItemStage,
     Lane,
     Outputs,
+    SplitStage,
     Stage,
     StageContext,
     unavailable_reason,
@@ -83,10 +86,15 @@ class Stopping:
 
 @dataclass(slots=True)
 class BoundNode:
-    """A node with its lane, its stages, and the channels of its edges."""
+    """A node with its lane, its stages, and the channels of its edges.
+
+    Attributes:
+        splitter: The last stage, where that emits piece by piece; it is none of the steps.
+    """
 
     node: Node
     steps: tuple[Stage | tuple[ItemStage, ...], ...]
+    splitter: SplitStage | None
     ctx: StageContext
     inputs: Inbox[Batch]
     outputs: Mapping[str, Channel[Batch]]
@@ -118,17 +126,19 @@ class BoundNode:
             for step in self.steps:
                 if not outputs:
                     return {}  # the stage before ended the batch itself
-                (batch,) = outputs.values()
-                if batch.part is not None and batch.part.ticket.cancelled:
-                    batch.abandon(Cancelled("the request was cancelled"))
+                batch = next(iter(outputs.values()))
+                if _cancelled(batch):
                     return {}
                 if not isinstance(step, tuple):
                     outputs = _checked(step, batch, await step.run(batch, self.ctx))
                     continue
                 for stage in step:
                     outputs = await stage.prepare(batch, self.ctx)
-                    (batch,) = outputs.values()
+                    batch = next(iter(outputs.values()))
                 await self._run_items(step, batch)
+            if self.splitter:
+                batch = next(iter(outputs.values()), batch)
+                outputs = await self._split(self.splitter, batch) if outputs else {}
         except OrbitError as error:
             self.failed += 1
             batch.abandon(error)
@@ -151,6 +161,14 @@ class BoundNode:
             if faults:
                 batch.reject(faults, self.ctx.log)
 
+    async def _split(self, stage: SplitStage, batch: Batch) -> Outputs:
+        """Send each piece on as soon as it stands; nothing is left to emit."""
+        if not _cancelled(batch):
+            async with contextlib.aclosing(stage.split(batch, self.ctx)) as pieces:
+                async for outputs in pieces:
+                    await self.emit(outputs)
+        return {}
+
     async def emit(self, outputs: Outputs) -> None:
         """Send on, edge by edge. Only here does a node feel that the next one is slow."""
         rest = dict(outputs)
@@ -165,6 +183,14 @@ class BoundNode:
             for batch in rest.values():
                 batch.abandon(self.stopping.explain(self.node, error))
             raise
+
+
+def _cancelled(batch: Batch) -> bool:
+    """Whether a batch's request was cancelled; then the batch has been ended."""
+    if batch.part is None or not batch.part.ticket.cancelled:
+        return False
+    batch.abandon(Cancelled("the request was cancelled"))
+    return True
 
 
 def _checked(stage: Stage, batch: Batch, outputs: Any) -> Outputs:  # noqa: ANN401 - of a user's
@@ -197,7 +223,9 @@ def run_items(stages: tuple[ItemStage, ...], batch: ItemBatch) -> dict[int, Corr
     return faults
 
 
-def group_steps(stages: Sequence[Stage | ItemStage]) -> tuple[Stage | tuple[ItemStage, ...], ...]:
+def group_steps(
+    stages: Sequence[Stage | ItemStage | SplitStage],
+) -> tuple[Stage | tuple[ItemStage, ...], ...]:
     """Put neighbouring item stages together, to be run as one."""
     steps: list[Stage | tuple[ItemStage, ...]] = []
     for fused, group in itertools.groupby(stages, key=lambda stage: isinstance(stage, ItemStage)):
@@ -215,6 +243,7 @@ async def run_node(bound: BoundNode) -> None:
         async with bound:
             async for batch in bound.inputs:
                 await bound.emit(await bound.run_stages(batch))
+                del batch  # else an idle node keeps the memory of an engine that has gone
         return
     slots = asyncio.Semaphore(bound.node.depth)
     unbegun: set[Batch] = set()
@@ -233,6 +262,7 @@ async def run_node(bound: BoundNode) -> None:
                 async for batch in bound.inputs:
                     unbegun.add(batch)
                     under_way.create_task(run_batch(batch))
+                    del batch  # as above
                     await slots.acquire()
         finally:
             for batch in unbegun:  # its task was cancelled before its first step
@@ -280,6 +310,7 @@ class Runtime:
     Args:
         open_lane: Makes the lane of a node; nodes that name one lane share what it returns.
         codecs: What each slot of a geometry is stored as.
+        direct: Past the host, to SSD or from it.
 
     Attributes:
         unavailable: Nodes that are switched off, and why.
@@ -295,6 +326,7 @@ class Runtime:
         catalogue: Catalogue,
         config: Config,
         open_lane: LaneFactory,
+        direct: DirectRoute,
         log: structlog.stdlib.BoundLogger,
         codecs: Callable[[Geometry], SlotCodecs] = raw_slots,
     ) -> None:
@@ -302,6 +334,7 @@ class Runtime:
         self.unavailable = unavailable_nodes(graph, config)
         self._log = log.bind(pipeline=graph.name)
         self._codecs = codecs
+        self._direct = direct
         live = [node for node in graph.nodes.values() if node.id not in self.unavailable]
         nothing_enters = not any(node.entry for node in live)
         faults = [
@@ -356,11 +389,20 @@ class Runtime:
             config=config,
             codecs=self._codecs,
             live_outputs=frozenset(outputs),
+            direct=self._direct,
             log=self._log.bind(node=node.id),
         )
         stages = [_instantiate(use.implementation, use.options) for use in node.stages]
+        last = stages[-1]
+        splitter = last if isinstance(last, SplitStage) else None
         return BoundNode(
-            node, group_steps(stages), ctx, Inbox(tuple(inputs)), outputs, self._stopping
+            node,
+            group_steps(stages[: -1 if splitter else None]),
+            splitter,
+            ctx,
+            Inbox(tuple(inputs)),
+            outputs,
+            self._stopping,
         )
 
     async def __aenter__(self) -> Self:
@@ -379,6 +421,11 @@ class Runtime:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    @property
+    def fault(self) -> OrbitError | None:
+        """The bug that stopped the pipeline; None while it runs."""
+        return self._stopping.fault
 
     def accepts(self, payload: type) -> bool:
         """Whether work of this kind can be submitted here."""
@@ -474,7 +521,9 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def _instantiate(implementation: type[Any] | None, options: Mapping[str, Any]) -> Stage | ItemStage:
+def _instantiate(
+    implementation: type[Any] | None, options: Mapping[str, Any]
+) -> Stage | ItemStage | SplitStage:
     assert implementation is not None, "a checked graph has resolved stages"
-    stage: Stage | ItemStage = implementation(**options)
+    stage: Stage | ItemStage | SplitStage = implementation(**options)
     return stage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
     Any,
@@ -19,6 +19,7 @@ import structlog
 
 from orbitkv.cache.budget import Budget
 from orbitkv.cache.catalogue import Catalogue
+from orbitkv.cache.direct import DirectRoute, Slot
 from orbitkv.codecs.cuda.workspace import Bridge, DeviceStream
 from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.config import Config
@@ -105,6 +106,27 @@ class IoLane(Lane, Protocol):
         ...
 
 
+@runtime_checkable
+class FileLane(Lane, Protocol):
+    """A lane that moves bytes between registered GPU memory and files, through cuFile."""
+
+    async def read(self, shard: int, slot: Slot, nbytes: int, offset: int) -> int:
+        """Fill the first ``nbytes`` of a slot; gives the bytes moved, fewer at a file's end.
+
+        Raises:
+            DirectFault: cuFile refused or failed.
+        """
+        ...
+
+    async def write(self, shard: int, slot: Slot, nbytes: int, offset: int) -> int:
+        """Write the first ``nbytes`` of a slot; gives the bytes moved, maybe fewer.
+
+        Raises:
+            DirectFault: cuFile refused or failed.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StageContext:
     """What a node's stages work with.
@@ -113,6 +135,7 @@ class StageContext:
         budget: Bytes the node's batches may keep at once, where its definition bounds them.
         codecs: Of the manager's codec, bound to a geometry. Every registered one is bound.
         live_outputs: Output ports of the node that lead to a node that runs.
+        direct: The pipeline's way past the host, to SSD or from it.
     """
 
     node: Node
@@ -122,6 +145,7 @@ class StageContext:
     config: Config
     codecs: Callable[[Geometry], SlotCodecs]
     live_outputs: frozenset[str]
+    direct: DirectRoute
     log: structlog.stdlib.BoundLogger
 
     def stream_of(self, tensors: PagedTensors) -> DeviceStream | None:
@@ -152,6 +176,25 @@ class Stage(Protocol):
         """Take over ``batch``, and return what goes on.
 
         On an OrbitError the runtime abandons ``batch``; whatever the stage took itself, it frees.
+        """
+        ...
+
+
+@runtime_checkable
+class SplitStage(Protocol):
+    """A stage that makes several batches of one, and emits each as soon as it stands.
+
+    It is the last of its node: while one of its batches waits for room on an edge, so does it.
+    """
+
+    inputs: ClassVar[Ports]
+    outputs: ClassVar[Ports]
+    lanes: ClassVar[Lanes]
+
+    def split(self, batch: Any, ctx: StageContext) -> AsyncGenerator[Outputs]:  # noqa: ANN401 - its port's
+        """Take over ``batch``, and give what goes on, piece by piece.
+
+        On an OrbitError the runtime abandons ``batch``. It may be closed at any ``yield``.
         """
         ...
 

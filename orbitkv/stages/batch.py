@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -172,8 +173,15 @@ class EncodedBatch:
             end()
 
 
+@dataclass(slots=True, eq=False)
 class SealedBatch(EncodedBatch):
-    """From C to D and G: every segment has its CRC."""
+    """From C to D: every segment has its CRC.
+
+    Attributes:
+        taken: Ends with the digests of the objects that go straight to SSD. None: none do.
+    """
+
+    taken: asyncio.Future[frozenset[bytes]] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -216,10 +224,6 @@ class PeerBatch:
     def abandon(self, error: OrbitError) -> None:  # noqa: ARG002 - nobody waits for the reason
         """Offer nothing; a later save offers again."""
         self.catalogue.counters["peer_offers_dropped"] += len(self.copies)
-
-
-class StagedBatch(SealedBatch):
-    """From G to S: encoded objects in registered GPU memory, padding zeroed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,17 +321,28 @@ class RestoreBatch:
                 self.catalogue.hide_everywhere(copy.digest)
             else:
                 self.catalogue.hide_corrupt(copy.source or copy)
-            self.miss(copy, destination)
+            self.missed.add(destination.page_hash)
+        self.keep_all_but_missed()
+
+    def keep_all_but_missed(self) -> None:
+        """Give back the pins of missed pages, all objects of each, and go on without them."""
         kept = []
         for index, (copy, destination) in enumerate(self.items):
-            if destination.page_hash not in self.missed:
+            if destination.page_hash in self.missed:
+                self.catalogue.unpin(copy)
+            else:
                 kept.append(index)
-            elif index not in faults:
-                self.catalogue.unpin(copy)  # another object of its page failed
-        self.segments = [self.segments[index] for index in kept]
-        self.items = [self.items[index] for index in kept]
+        self._take(kept)
+
+    def sort_by_page(self) -> None:
+        """Put the objects of a page beside each other."""
+        self._take([index for page in self.pages() for index in page])
+
+    def _take(self, order: Sequence[int]) -> None:
+        self.segments = [self.segments[index] for index in order]
+        self.items = [self.items[index] for index in order]
         if self.images:
-            self.images = [self.images[index] for index in kept]
+            self.images = [self.images[index] for index in order]
 
     def miss(self, copy: Copy, destination: Destination) -> None:
         """Leave one object out: its page is a miss, and its pin is given back."""
@@ -402,14 +417,6 @@ class ValidatedBatch(RestoreBatch):
             if decoded is not None and len(decoded[1]) == segment.original_nbytes:
                 segment.format, segment.payload = decoded[0], np.frombuffer(decoded[1], np.uint8)
                 segment.offset = None
-
-
-class DirectReadBatch(RestoreBatch):
-    """Submitted to a restore's S: copies on SSD that cuFile reads."""
-
-
-class LandedBatch(RestoreBatch):
-    """From S by way of G to V: objects in registered GPU memory that nothing has checked."""
 
 
 class PeerReadBatch(RestoreBatch):

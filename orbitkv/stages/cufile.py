@@ -2,30 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import ClassVar
 
-from orbitkv.graph import Port, Ports
-from orbitkv.stages.batch import DirectReadBatch, LandedBatch, StagedBatch
-from orbitkv.stages.staging import DirectRoute
+from orbitkv.cache.direct import Piece, Slot, cut_pieces
+from orbitkv.config import Config
+from orbitkv.errors import Cancelled, DirectFault, ShortRead, ShortWrite
+from orbitkv.graph import Lanes, Port, Ports
+from orbitkv.stages.base import FileLane, Outputs, StageContext
+from orbitkv.stages.direct import DirectReadBatch, LandedBatch, StagedBatch
+from orbitkv.stages.staging import LandRead, StageForWrite
 
 
-class WriteCuFile(DirectRoute):
-    """Write one staged batch to its extents.
+class WriteCuFile:
+    """Write one slot to its place in a file.
 
     In:  ``StagedBatch``, device.
-    Out: nothing. The extents are visible to readers once ``run`` returns.
+    Out: nothing. An object is findable once all of its pieces are written, each in full.
     """
 
     inputs: ClassVar[Ports] = {"in": Port(StagedBatch)}
     outputs: ClassVar[Ports] = {}
+    lanes: ClassVar[Lanes] = frozenset({"file"})
+
+    @staticmethod
+    def unavailable(config: Config) -> str | None:
+        """What keeps G from writing keeps S from it."""
+        return StageForWrite.unavailable(config)
+
+    async def run(self, batch: StagedBatch, ctx: StageContext) -> Outputs:
+        """Write once the slot has been filled; a fault abandons the objects in it."""
+        lane, piece, gate = ctx.lane, batch.piece, ctx.direct.gate
+        assert isinstance(lane, FileLane)
+        await batch.stream.reached(batch.filled)
+        moved_nbytes = 0
+        try:
+            if gate.closed_reason is None:
+                moved_nbytes = await lane.write(piece.shard, batch.slot, piece.nbytes, piece.offset)
+        except DirectFault as fault:
+            gate.close(fault)
+        else:
+            if gate.closed_reason is None and moved_nbytes != piece.nbytes:
+                short = ShortWrite(piece.offset, moved_nbytes, piece.nbytes)
+                ctx.log.warning("ssd_write_failed", fault=str(short))
+        batch.end(failed=moved_nbytes != piece.nbytes)
+        return {}
 
 
-class ReadCuFile(DirectRoute):
-    """Read extents into registered slots.
+class ReadCuFile:
+    """Read extents into registered slots, those beside each other in the file at once.
 
     In:  ``DirectReadBatch``: copies on SSD, pinned.
-    Out: ``LandedBatch``, device.
+    Out: ``LandedBatch``: one slot each.
     """
 
     inputs: ClassVar[Ports] = {"in": Port(DirectReadBatch, entry=True)}
     outputs: ClassVar[Ports] = {"out": Port(LandedBatch)}
+    lanes: ClassVar[Lanes] = frozenset({"file"})
+
+    @staticmethod
+    def unavailable(config: Config) -> str | None:
+        """What keeps G from reading keeps S from it."""
+        return LandRead.unavailable(config)
+
+    async def split(self, batch: DirectReadBatch, ctx: StageContext) -> AsyncGenerator[Outputs]:
+        """Read piece by piece. What cannot be read is told when all of them have landed."""
+        assert batch.tensors.device is not None
+        slots = ctx.direct.slots[batch.tensors.device]
+        batch.sort_by_page()
+        pieces = cut_pieces([copy for copy, _ in batch.items])
+        batch.pieces_left = unsent = len(pieces)
+        try:
+            for piece in pieces:
+                if batch.part.ticket.cancelled:
+                    batch.ended_by = Cancelled("the request was cancelled")
+                slot = await slots.acquire()
+                try:
+                    await _read(batch, piece, slot, ctx)
+                except BaseException:
+                    slots.release(slot)
+                    raise
+                unsent -= 1
+                yield {"out": LandedBatch(batch, piece, slots, slot)}
+        finally:
+            batch.pieces_left -= unsent
+
+
+async def _read(batch: DirectReadBatch, piece: Piece, slot: Slot, ctx: StageContext) -> None:
+    """Read one piece, and note which objects it does not give."""
+    lane, gate, counters = ctx.lane, ctx.direct.gate, ctx.catalogue.counters
+    assert isinstance(lane, FileLane)
+    moved_nbytes, fault = 0, batch.ended_by
+    if gate.closed_reason is not None:
+        fault = DirectFault(f"closed since: {gate.closed_reason}")
+    if fault is None:
+        try:
+            moved_nbytes = await lane.read(piece.shard, slot, piece.nbytes, piece.offset)
+        except DirectFault as failed:
+            gate.close(failed)
+            fault = failed
+    if fault is not None:
+        batch.unread |= dict.fromkeys((number for number, *_ in piece.parts), fault)
+        return
+    counters["direct_reads"] += 1
+    counters["direct_read_nbytes"] += moved_nbytes
+    for number, _, at, nbytes in piece.parts:
+        if at + nbytes > moved_nbytes:
+            short = ShortRead(piece.offset, moved_nbytes, piece.nbytes)
+            batch.unread.setdefault(number, short)
+        else:
+            ctx.catalogue.touch(batch.items[number][0])

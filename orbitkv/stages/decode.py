@@ -18,20 +18,26 @@ from orbitkv.errors import CorruptObject, Undecodable
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import (
     CRC32_WORD,
+    HEADER_NBYTES,
     ROW,
     ROW_NBYTES,
+    Bytes,
     Format,
     Header,
     RawReason,
     Rows,
-    Segment,
     read_header,
     read_sealed,
-    read_segments,
 )
 from orbitkv.segment import PagedTensors
 from orbitkv.stages.base import Outputs, StageContext
-from orbitkv.stages.batch import DecodedBatch, ResidentBatch, UploadedBatch, ValidatedBatch
+from orbitkv.stages.batch import (
+    DecodedBatch,
+    ResidentBatch,
+    RestoreBatch,
+    UploadedBatch,
+    ValidatedBatch,
+)
 from orbitkv.stages.dram import check_object, join_runs
 from orbitkv.stages.engine import follow, place_object
 
@@ -140,7 +146,7 @@ def _decode_segments(batch: DecodedBatch, index: int, positions: list[int]) -> N
     segments = [batch.segments[index][position] for position in positions]
     # All of them before the first write: of a page with one that is strange, none is touched.
     codecs = [
-        codec_for(segment, batch.codecs, slot)
+        codec_for(segment.format, segment.stored_nbytes, batch.codecs, slot)
         for segment, slot in zip(segments, slots, strict=True)
     ]
     for position, segment, slot, codec in zip(positions, segments, slots, codecs, strict=True):
@@ -165,7 +171,9 @@ def _decode_bridged(batch: DecodedBatch, index: int, bridge: Bridge) -> None:
     assert batch.codecs
     _, destination = batch.items[index]
     codecs = [
-        None if segment.format == Format.RAW else codec_for(segment, batch.codecs, slot)
+        None
+        if segment.format == Format.RAW
+        else codec_for(segment.format, segment.stored_nbytes, batch.codecs, slot)
         for segment, slot in zip(batch.segments[index], destination.slot_indices, strict=True)
     ]
     for position, (segment, codec) in enumerate(zip(batch.segments[index], codecs, strict=True)):
@@ -181,29 +189,25 @@ def _decode_bridged(batch: DecodedBatch, index: int, bridge: Bridge) -> None:
         bridge.put(words, page)
 
 
-def codec_for(segment: Segment, codecs: SlotCodecs, slot: int) -> SegmentCodec:
-    """The codec that undoes an encoded segment of a slot.
+def codec_for(stored_format: int, nbytes: int, codecs: SlotCodecs, slot: int) -> SegmentCodec:
+    """The codec that undoes an encoded segment of a slot, of ``nbytes`` as stored.
 
     Raises:
         Undecodable: its format or length is not one that the manager's codec writes.
     """
     codec = codecs.codec_of(slot)
-    if codec is None or segment.format != codec.format:
+    if codec is None or stored_format != codec.format:
         wanted = codec.format if codec else int(Format.RAW)
-        raise Undecodable(f"format {segment.format}; this pipeline decodes {wanted}")
-    if codec.encoded_nbytes is not None and segment.stored_nbytes != codec.encoded_nbytes:
-        seen = segment.stored_nbytes
-        raise Undecodable(f"{seen} bytes stored; accepted: {codec.encoded_nbytes}")
+        raise Undecodable(f"format {stored_format}; this pipeline decodes {wanted}")
+    if codec.encoded_nbytes is not None and nbytes != codec.encoded_nbytes:
+        raise Undecodable(f"{nbytes} bytes stored; accepted: {codec.encoded_nbytes}")
     return codec
 
 
-async def _upload(batch: ResidentBatch, stream: DeviceStream, together: Together | None) -> None:
-    """Start to copy the images, those of a page beside each other."""
-    order = [index for page in batch.pages() for index in page]
-    batch.items = [batch.items[index] for index in order]
-    batch.segments = [[] for _ in order]
-    if not batch.items:
-        return
+async def open_workspace(
+    batch: RestoreBatch, stream: DeviceStream, together: Together | None
+) -> None:
+    """Wait for room in the arena for the images of a batch, and for its tasks."""
     objects = [destination.slot_indices for _, destination in batch.items]
     nbytes = [copy.nbytes for copy, _ in batch.items]
     if isinstance(together, AnsSlots):
@@ -211,11 +215,32 @@ async def _upload(batch: ResidentBatch, stream: DeviceStream, together: Together
     else:
         batch.workspace = await Workspace.open(stream, nbytes, sum(map(len, objects)))
     batch.images = batch.workspace.images
+
+
+async def _upload(batch: ResidentBatch, stream: DeviceStream, together: Together | None) -> None:
+    """Start to copy the images, those of a page beside each other."""
+    batch.sort_by_page()
+    if not batch.items:
+        return
+    await open_workspace(batch, stream, together)
+    assert batch.workspace
     pieces = zip(batch.images, batch.items, strict=True)
     pool = batch.catalogue.pool.address
     runs = join_runs((image, pool + copy.offset, copy.nbytes) for image, (copy, _) in pieces)
     batch.workspace.running = True
     stream.after(stream.copy(runs))
+
+
+async def _heads_of(batch: UploadedBatch) -> list[Bytes]:
+    """Header and table of each object: in pool memory, or fetched from where cuFile put them."""
+    memories = [copy.memory for copy, _ in batch.items]
+    found = [memory for memory in memories if memory is not None]
+    if len(found) == len(memories):
+        return found
+    assert batch.workspace
+    return await batch.workspace.fetch_heads(
+        [HEADER_NBYTES + ROW_NBYTES * len(target.slot_indices) for _, target in batch.items]
+    )
 
 
 async def _validate_on_device(batch: UploadedBatch, ctx: StageContext) -> None:
@@ -226,9 +251,10 @@ async def _validate_on_device(batch: UploadedBatch, ctx: StageContext) -> None:
     layouts: list[Layout] = []
     crcs: list[npt.NDArray[np.uint32]] = []
     faults: dict[int, CorruptObject] = {}
-    for index, (copy, destination) in enumerate(batch.items):
+    heads = await _heads_of(batch)
+    for index, ((copy, destination), head) in enumerate(zip(batch.items, heads, strict=True)):
         try:
-            layout, found = _check_head(copy, destination.slot_indices, codecs, batch.tensors)
+            layout, found = _check_head(head, copy, destination.slot_indices, codecs, batch.tensors)
         except CorruptObject as error:
             faults[index] = error
         else:
@@ -260,12 +286,13 @@ async def _validate_together(
     assert isinstance(together, AnsSlots)
     faults: dict[int, CorruptObject] = {}
     tables: list[Rows] = []
-    for index, (copy, destination) in enumerate(batch.items):
+    heads = await _heads_of(batch)
+    for index, ((copy, destination), head) in enumerate(zip(batch.items, heads, strict=True)):
         slots = destination.slot_indices
         try:
-            table = np.frombuffer(_check_seal(copy).table, ROW)
+            table = np.frombuffer(_check_seal(head, copy).table, ROW)
             if len(table) != len(slots):
-                _explain(copy, slots, codecs, batch.tensors)
+                _explain(head, copy, slots, codecs, batch.tensors)
         except CorruptObject as error:
             faults[index], table = error, np.zeros(len(slots), ROW)
         tables.append(table)
@@ -278,7 +305,7 @@ async def _validate_together(
         copy, destination = batch.items[index]
         try:
             if index not in faults:
-                _explain(copy, destination.slot_indices, codecs, batch.tensors)
+                _explain(heads[index], copy, destination.slot_indices, codecs, batch.tensors)
         except CorruptObject as error:
             faults[index] = error
     if faults:
@@ -316,21 +343,23 @@ def _left_over(batch: UploadedBatch, faults: Mapping[int, CorruptObject]) -> lis
     return [destination.page_hash not in lost for _, destination in batch.items]
 
 
-def _check_seal(copy: Copy) -> Header:
+def _check_seal(head: Bytes, copy: Copy) -> Header:
     """Check an object's header, and the CRC over it and its table; of the rows, nothing.
+
+    Args:
+        head: The object's first bytes, as far as its table should go, or further.
 
     Raises:
         CorruptObject: it is not what it should be.
     """
-    assert copy.memory is not None
-    header = read_sealed(copy.memory, key_digest=copy.digest)
+    header = read_sealed(head, key_digest=copy.digest, nbytes=copy.nbytes)
     if header.generation != copy.generation:
         raise CorruptObject(f"generation {header.generation}; accepted: {copy.generation}")
     return header
 
 
 def _check_head(
-    copy: Copy, slots: tuple[int, ...], codecs: SlotCodecs, tensors: PagedTensors
+    head: Bytes, copy: Copy, slots: tuple[int, ...], codecs: SlotCodecs, tensors: PagedTensors
 ) -> tuple[Layout, npt.NDArray[np.uint32]]:
     """Check an object's header and table; return its layout, and the CRCs that it tells.
 
@@ -338,7 +367,7 @@ def _check_head(
         CorruptObject: it is not what it should be.
         Undecodable: it is not what this pipeline decodes into these slots.
     """
-    header = _check_seal(copy)
+    header = _check_seal(head, copy)
     table = np.frombuffer(header.table, np.uint32).reshape(-1, ROW_NBYTES // 4).copy()
     crcs = table[:, CRC32_WORD].copy()
     table[:, CRC32_WORD] = 0
@@ -352,39 +381,42 @@ def _check_head(
         ):
             return layout, crcs
     places = []
-    for slot, (segment, codec) in zip(
-        slots, _read_table(copy, slots, codecs, tensors), strict=True
+    for slot, (row, codec) in zip(
+        slots, _read_table(head, copy, slots, codecs, tensors), strict=True
     ):
-        reason = RawReason.CHOSEN if codec else RawReason(segment.raw_reason)
-        assert segment.offset is not None
-        places.append(Place(slot, segment.offset, segment.original_nbytes, codec, reason))
+        reason = RawReason.CHOSEN if codec else RawReason(row["raw_reason"])
+        places.append(Place(slot, int(row["offset"]), int(row["original_nbytes"]), codec, reason))
     return Layout.of(tuple(places)), crcs
 
 
 def _read_table(
-    copy: Copy, slots: tuple[int, ...], codecs: SlotCodecs, tensors: PagedTensors
-) -> list[tuple[Segment, SegmentCodec | None]]:
-    """Read an object's table row by row; give each segment with what undoes it.
+    head: Bytes, copy: Copy, slots: tuple[int, ...], codecs: SlotCodecs, tensors: PagedTensors
+) -> list[tuple[np.void, SegmentCodec | None]]:
+    """Read an object's table row by row; give each ``ROW`` with what undoes it.
 
     Raises:
         CorruptObject: the table is not what it should be.
         Undecodable: it is not what this pipeline decodes into these slots.
     """
-    assert copy.memory is not None
-    segments = read_segments(copy.memory, read_header(copy.memory, key_digest=copy.digest))
+    rows = np.frombuffer(read_header(head, key_digest=copy.digest, nbytes=copy.nbytes).table, ROW)
     wanted = [tensors.geometry.segment_nbytes[slot] for slot in slots]
-    seen = [segment.original_nbytes for segment in segments]
+    seen = rows["original_nbytes"].tolist()
     if seen != wanted:
         raise Undecodable(f"segments of {seen} bytes; accepted: {wanted}")
     return [
-        (segment, None if segment.format == Format.RAW else codec_for(segment, codecs, slot))
-        for slot, segment in zip(slots, segments, strict=True)
+        (
+            row,
+            None
+            if row["format"] == Format.RAW
+            else codec_for(int(row["format"]), int(row["stored_nbytes"]), codecs, slot),
+        )
+        for slot, row in zip(slots, rows, strict=True)
     ]
 
 
 def _explain(
-    copy: Copy, slots: tuple[int, ...], codecs: SlotCodecs, tensors: PagedTensors
+    head: Bytes, copy: Copy, slots: tuple[int, ...], codecs: SlotCodecs, tensors: PagedTensors
 ) -> NoReturn:
     """Raise for a table that is not one of these slots, by the first fault of its rows."""
-    _read_table(copy, slots, codecs, tensors)
+    _read_table(head, copy, slots, codecs, tensors)
     raise Undecodable("a length that no encoder writes")

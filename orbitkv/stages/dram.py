@@ -19,9 +19,11 @@ from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import (
     CRC32_WORD,
     Format,
+    Header,
     RawReason,
     Segment,
     check_payloads,
+    check_stored,
     crc32,
     finish_object,
     read_header,
@@ -78,10 +80,12 @@ class StoreDram:
         batch.release()
         batch.part.settle(done=batch.part.hashes)
         outputs: dict[str, WriteBatch | PeerBatch] = {}
-        if admitted and "write" in ctx.live_outputs:
-            for copy in admitted:
+        taken = await batch.taken if batch.taken else frozenset()
+        unwritten = tuple(copy for copy in admitted if copy.digest not in taken)
+        if unwritten and "write" in ctx.live_outputs:
+            for copy in unwritten:
                 catalogue.queue_write(copy)
-            outputs["write"] = WriteBatch(catalogue, tuple(admitted))
+            outputs["write"] = WriteBatch(catalogue, unwritten)
         if admitted and "peer" in ctx.live_outputs:
             outputs["peer"] = PeerBatch(catalogue, tuple(admitted))
         return outputs
@@ -295,17 +299,23 @@ def check_object(copy: Copy) -> list[Segment]:
         CorruptObject: it is another object or generation than it should be, or damaged.
     """
     assert copy.memory is not None
+    return check_payloads(copy.memory, _check_header(copy))
+
+
+def _check_header(copy: Copy) -> Header:
+    assert copy.memory is not None
     header = read_header(copy.memory, key_digest=copy.digest)
     if header.generation != copy.generation:
         raise CorruptObject(f"generation {header.generation}; accepted: {copy.generation}")
-    return check_payloads(copy.memory, header)
+    return header
 
 
 def _find_faults(batch: LoadedBatch) -> dict[int, CorruptObject]:
     faults = {}
     for index, (copy, _) in enumerate(batch.items):
+        assert copy.memory is not None
         try:
-            check_object(copy)
+            check_stored(copy.memory, _check_header(copy))
         except CorruptObject as error:
             faults[index] = error
     return faults

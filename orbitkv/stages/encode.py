@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from orbitkv.cache.catalogue import Tier, Want
+from orbitkv.cache.direct import MOST_JOBS
 from orbitkv.codecs.base import SegmentCodec
 from orbitkv.codecs.cuda.ans_batch import AnsSlots
 from orbitkv.codecs.cuda.tasks import Item
@@ -16,6 +17,7 @@ from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Bytes, Format, RawReason, Segment, crc32
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import EncodedBatch, EncodedObject, PageBatch, SealedBatch
+from orbitkv.stages.direct import DirectWriteBatch
 
 _RAW = int(Format.RAW)
 
@@ -124,21 +126,22 @@ class Crc32:
     """Compute the CRC-32 of every stored segment.
 
     In:  ``EncodedBatch``.
-    Out: ``SealedBatch``: nothing may change a payload from here on.
+    Out: ``dram``: nothing may change a payload from here on.
+         ``direct``: the same images of a GPU, where the direct route takes more.
     """
 
     inputs: ClassVar[Ports] = {"in": Port(EncodedBatch)}
     outputs: ClassVar[Ports] = {
         "dram": Port(SealedBatch),
-        "direct": Port(SealedBatch, optional=True),
+        "direct": Port(DirectWriteBatch, optional=True),
     }
     lanes: ClassVar[Lanes] = frozenset({"stream", "host"})
 
     async def prepare(self, batch: EncodedBatch, ctx: StageContext) -> Outputs:
         """Hand the batch over; a GPU is asked for the CRCs that it finds, and what it refuses."""
-        del ctx
         if batch.workspace:
             batch.workspace.fetch_results()
+        direct = _open_direct(batch, ctx)
         sealed = SealedBatch(
             batch.part,
             batch.catalogue,
@@ -148,13 +151,33 @@ class Crc32:
             batch.lease,
             batch.workspace,
             batch.bridge,
+            direct.taken if direct else None,
         )
-        return {"dram": sealed}
+        return {"dram": sealed, "direct": direct} if direct else {"dram": sealed}
 
     def run_item(self, batch: SealedBatch, index: int) -> None:
         """Seal one object's segments."""
         for segment in batch.objects[index].segments:
             segment.crc32 = crc32(segment.payload)
+
+
+def _open_direct(batch: EncodedBatch, ctx: StageContext) -> DirectWriteBatch | None:
+    """What goes straight to SSD too, where that is in use; else D and U write it."""
+    route, device = ctx.direct, batch.tensors.device
+    if "direct" not in ctx.live_outputs or not batch.workspace or device is None:
+        return None
+    if not route.takes(device) or route.jobs[device] >= MOST_JOBS:
+        batch.catalogue.counters["direct_refused"] += len(batch.objects)
+        return None
+    return DirectWriteBatch(
+        route.jobs,
+        batch.part,
+        batch.catalogue,
+        batch.tensors,
+        batch.workspace,
+        [entry.key.digest for entry in batch.objects],
+        [entry.layout for entry in batch.objects if entry.layout],
+    )
 
 
 def _payload(home: Bytes, place: Place) -> Bytes:

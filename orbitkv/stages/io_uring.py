@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import asyncio
+from collections import deque
+from typing import ClassVar, cast
 
-from orbitkv.cache.catalogue import Copy, Tier, Want
+from orbitkv.cache.catalogue import Catalogue, Copy, Tier, Want
 from orbitkv.config import Config
 from orbitkv.errors import OrbitError, ShortRead, ShortWrite
 from orbitkv.graph import Lanes, Port, Ports
@@ -16,6 +18,9 @@ from orbitkv.stages.batch import LoadedBatch, ReadBatch, WriteBatch
 class WriteExtents:
     """Write objects to SSD extents; each is findable only after its last byte is written.
 
+    At most as many objects as the node is deep are kept from eviction and written at once, over
+    all of its batches.
+
     In:  ``WriteBatch``: weak references; what is gone or on SSD already is skipped.
     Out: nothing. A fault abandons that object's write and frees its extent; others go on.
     """
@@ -24,57 +29,82 @@ class WriteExtents:
     outputs: ClassVar[Ports] = {}
     lanes: ClassVar[Lanes] = frozenset({"ring"})
 
+    def __init__(self) -> None:
+        self._places: asyncio.Semaphore | None = None
+
     @staticmethod
     def unavailable(config: Config) -> str | None:
         """No SSD without a path."""
         return _no_ssd(config)
 
     async def run(self, batch: WriteBatch, ctx: StageContext) -> Outputs:
-        """Write every object that is still there."""
-        assert isinstance(ctx.lane, IoLane)
-        assert ctx.catalogue.extents
-        pairs = self._prepare(batch, ctx)
+        """Write every object that is still there when its turn comes."""
+        lane, depth = cast("IoLane", ctx.lane), ctx.node.depth
+        places = self._places = self._places or asyncio.Semaphore(depth)
+        waiting = deque(batch.copies)
+
+        async def write_on() -> None:
+            try:
+                while waiting:
+                    await _write(waiting.popleft(), lane, ctx)
+            finally:
+                places.release()
+
         try:
-            fd = ctx.catalogue.extents.fd
-            moved = await ctx.lane.write_many(
-                [Transfer(fd, _memory(source), extent.offset) for source, extent in pairs]
-            )
-            for (source, extent), result in zip(pairs, moved, strict=True):
-                fault = _fault(extent, result, ShortWrite)
-                if source.hidden:
-                    # Pinned, so not evicted: it was refused meanwhile, and so is its copy.
-                    ctx.catalogue.counters["ssd_writes_dead"] += 1
-                elif fault is None:
-                    ctx.catalogue.admit(extent)
-                    ctx.catalogue.counters["ssd_writes"] += 1
-                    ctx.catalogue.counters["ssd_written_nbytes"] += extent.nbytes
-                else:
-                    ctx.catalogue.counters["ssd_write_faults"] += 1
-                    ctx.log.warning("ssd_write_failed", fault=str(fault))
+            async with asyncio.TaskGroup() as writers:
+                while waiting:
+                    await places.acquire()
+                    # Cancelled before it begins, it keeps its place: the pipeline is at its end.
+                    writers.create_task(write_on())
+                    await asyncio.sleep(0)  # it takes the oldest object, if there still is one
+        except ExceptionGroup as bugs:
+            raise bugs.exceptions[0] from None
         finally:
-            for source, extent in pairs:
-                ctx.catalogue.end_write(source)
-                ctx.catalogue.unpin(source)
-                ctx.catalogue.unpin(extent)
+            batch.copies = tuple(waiting)  # what is abandoned, if this did not end well
         return {}
 
-    def _prepare(self, batch: WriteBatch, ctx: StageContext) -> list[tuple[Copy, Copy]]:
-        """Take strong references and extents; only now is anything kept from eviction."""
-        catalogue = ctx.catalogue
-        pairs = []
-        for source in batch.copies:
+
+async def _write(source: Copy, lane: IoLane, ctx: StageContext) -> None:
+    """Take an extent and a strong reference, write, and make the copy on SSD findable."""
+    catalogue, extents = ctx.catalogue, ctx.catalogue.extents
+    assert extents
+    try:
+        extent = _extent_for(source, catalogue)
+        if extent is None:
+            return
+        catalogue.pin(source)
+        try:
+            transfer = Transfer(extents.fd(extent.shard), _memory(source), extent.offset)
+            (moved,) = await lane.write_many([transfer])
+            fault = _fault(extent, moved, ShortWrite)
             if source.hidden:
+                # Pinned, so not evicted: it was refused meanwhile, and so is its copy.
                 catalogue.counters["ssd_writes_dead"] += 1
-            elif catalogue.find(source.digest, Tier.SSD):
-                catalogue.counters["ssd_writes_resident"] += 1
-            elif extent := catalogue.reserve_ssd(source):
-                catalogue.pin(source)
-                pairs.append((source, extent))
-                continue
+            elif fault is None:
+                catalogue.admit(extent)
+                catalogue.counters["ssd_writes"] += 1
+                catalogue.counters["ssd_written_nbytes"] += extent.nbytes
             else:
-                catalogue.counters["ssd_writes_no_room"] += 1
-            catalogue.end_write(source)
-        return pairs
+                catalogue.counters["ssd_write_faults"] += 1
+                ctx.log.warning("ssd_write_failed", fault=str(fault))
+        finally:
+            catalogue.unpin(source)
+            catalogue.unpin(extent)
+    finally:
+        catalogue.end_write(source)
+
+
+def _extent_for(source: Copy, catalogue: Catalogue) -> Copy | None:
+    """Reserve room on SSD; None, and counted, where there is nothing to write or no room."""
+    if source.hidden:
+        catalogue.counters["ssd_writes_dead"] += 1
+    elif catalogue.find(source.digest, Tier.SSD):
+        catalogue.counters["ssd_writes_resident"] += 1
+    elif extent := catalogue.reserve_ssd(Want(source.digest, source.nbytes, source.generation)):
+        return extent
+    else:
+        catalogue.counters["ssd_writes_no_room"] += 1
+    return None
 
 
 class ReadExtents:
@@ -96,8 +126,9 @@ class ReadExtents:
 
     async def run(self, batch: ReadBatch, ctx: StageContext) -> Outputs:
         """Read every object, as far as pool memory can be had."""
-        assert isinstance(ctx.lane, IoLane)
-        assert ctx.catalogue.extents
+        lane = cast("IoLane", ctx.lane)
+        extents = ctx.catalogue.extents
+        assert extents
         wants = [
             Want(source.digest, source.nbytes, source.generation, source)
             for source, _ in batch.items
@@ -116,9 +147,11 @@ class ReadExtents:
         # From here the batch holds the loaded copies, and each of them its source.
         destinations = [destination for _, destination in batch.items]
         batch.items = list(zip(loaded, destinations, strict=True))
-        fd = ctx.catalogue.extents.fd
-        moved = await ctx.lane.read_many(
-            [Transfer(fd, _memory(copy), _source(copy).offset) for copy in loaded]
+        moved = await lane.read_many(
+            [
+                Transfer(extents.fd(source.shard), _memory(copy), source.offset)
+                for copy, source in zip(loaded, map(_source, loaded), strict=True)
+            ]
         )
         readable = []
         for (copy, destination), result in zip(batch.items, moved, strict=True):

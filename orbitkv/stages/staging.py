@@ -2,55 +2,191 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
+from orbitkv.cache.catalogue import Copy
+from orbitkv.cache.direct import cut_pieces
+from orbitkv.codecs.cuda.tasks import Words
+from orbitkv.codecs.cuda.workspace import AnsSaving, DeviceStream, Leased, Runs
+from orbitkv.codecs.raw import address_of
+from orbitkv.codecs.slots import Layout
 from orbitkv.config import Config
-from orbitkv.errors import Unavailable
 from orbitkv.graph import Lanes, Port, Ports
-from orbitkv.probe import cuda_unavailable, kvikio_unavailable
-from orbitkv.stages.base import Batch, Outputs, StageContext
-from orbitkv.stages.batch import LandedBatch, SealedBatch, StagedBatch, UploadedBatch
+from orbitkv.objects import CRC32_WORD, pack_head
+from orbitkv.probe import direct_unavailable
+from orbitkv.stages.base import Outputs, StageContext
+from orbitkv.stages.batch import UploadedBatch
+from orbitkv.stages.decode import open_workspace
+from orbitkv.stages.direct import DirectWriteBatch, DirectWrites, LandedBatch, StagedBatch
+from orbitkv.stages.dram import join_runs
 
 
-class DirectRoute:
-    """What S and G share: the route between GPU memory and SSD that leaves out the host.
+class StageForWrite:
+    """Bring encoded objects to registered slots, with header, table and zeroed padding.
 
-    This release does not have the route, so it is never available; its ports are checked all the
-    same, and the reason is told wherever the graph is shown.
+    The save lane's arena is held only until the images are in this lane's own: a slow disk does
+    not hold publication up. What finds no room at once is left to D and U.
+
+    In:  ``DirectWriteBatch``: images in the arena of the lane that encoded them.
+    Out: ``StagedBatch``: one slot each.
     """
 
-    lanes: ClassVar[Lanes] = frozenset({"stream", "file"})
+    inputs: ClassVar[Ports] = {"in": Port(DirectWriteBatch)}
+    outputs: ClassVar[Ports] = {"out": Port(StagedBatch)}
+    lanes: ClassVar[Lanes] = frozenset({"stream"})
 
     @staticmethod
     def unavailable(config: Config) -> str | None:
-        """The first thing that is missing here."""
-        del config
-        missing = cuda_unavailable() or kvikio_unavailable()
-        return missing or "this release has no direct route yet; D and U serve instead"
+        """Whatever keeps writes from the direct route."""
+        return direct_unavailable(config.ssd_cache_paths, config.ssd_backend)
 
-    async def run(self, batch: Batch, ctx: StageContext) -> Outputs:
-        """Refuse: a runtime that asked first never gets here."""
-        del batch
-        raise Unavailable(self.unavailable(ctx.config) or "")
+    async def split(self, batch: DirectWriteBatch, ctx: StageContext) -> AsyncGenerator[Outputs]:
+        """Take what is whole and finds room; then fill slot after slot."""
+        stream = ctx.stream_of(batch.tensors)
+        assert stream
+        room: Leased | None = None
+
+        def over() -> None:
+            if room:
+                room.release()
+            batch.end()
+
+        writes = DirectWrites(batch.catalogue, over)
+        try:
+            images = await _whole_images(batch)
+            if ctx.direct.takes(batch.device) and not batch.publication.ticket.cancelled:
+                room = await stream.arena.acquire_now(sum(image.layout.nbytes for image in images))
+            if room is None or not images:
+                batch.refuse()
+                return
+            images = [i for i in images if writes.reserve(i.digest, i.layout.nbytes)]
+            batch.taken.set_result(frozenset(extent.digest for extent in writes.extents))
+            starts = await _bring(images, writes.extents, room.address, stream)
+            batch.leave_workspace()
+            slots = ctx.direct.slots[batch.device]
+            for piece in cut_pieces(writes.extents):
+                slot = await slots.acquire()
+                writes.begin_piece()
+                filled = stream.copy(
+                    join_runs(
+                        (slot.address + at, starts[number] + start, nbytes)
+                        for number, start, at, nbytes in piece.parts
+                    )
+                )
+                yield {"out": StagedBatch(writes, piece, slots, slot, stream, filled)}
+        finally:
+            writes.end()
 
 
-class StageForWrite(DirectRoute):
-    """Gather the encoded bytes of one object in a registered slot, padding zeroed.
+class LandRead:
+    """Bring what S read to the arena, object beside object, where a decoder reads it.
 
-    In:  ``SealedBatch``, device.
-    Out: ``StagedBatch``, device.
-    """
-
-    inputs: ClassVar[Ports] = {"in": Port(SealedBatch)}
-    outputs: ClassVar[Ports] = {"out": Port(StagedBatch)}
-
-
-class LandRead(DirectRoute):
-    """Hand objects that cuFile read over to the decoder, where they landed.
-
-    In:  ``LandedBatch``, device.
-    Out: ``UploadedBatch``, device.
+    In:  ``LandedBatch``: one slot each.
+    Out: ``UploadedBatch``, once all slots of a batch are there.
     """
 
     inputs: ClassVar[Ports] = {"in": Port(LandedBatch)}
     outputs: ClassVar[Ports] = {"out": Port(UploadedBatch)}
+    lanes: ClassVar[Lanes] = frozenset({"stream"})
+
+    @staticmethod
+    def unavailable(config: Config) -> str | None:
+        """Whatever keeps reads from the direct route."""
+        backend = config.ssd_read_path or config.ssd_backend
+        return direct_unavailable(config.ssd_cache_paths, backend)
+
+    async def run(self, landed: LandedBatch, ctx: StageContext) -> Outputs:
+        """Copy one slot; hand the batch on with its last."""
+        batch, slot = landed.batch, landed.slot
+        stream = ctx.stream_of(batch.tensors)
+        assert stream
+        parts = [part for part in landed.piece.parts if part[0] not in batch.unread]
+        if parts and not batch.workspace:
+            await open_workspace(batch, stream, ctx.codecs(batch.tensors.geometry).together)
+        if parts and batch.workspace:
+            batch.workspace.running = True
+            copied = stream.copy(
+                join_runs(
+                    (batch.images[number] + start, slot.address + at, nbytes)
+                    for number, start, at, nbytes in parts
+                )
+            )
+            await stream.reached(copied)
+            batch.workspace.running = False
+        if not landed.end():
+            return {}
+        if batch.ended_by:
+            batch.abandon(batch.ended_by)
+            return {}
+        batch.leave_out_unread(ctx.log)
+        return {"out": batch.become(UploadedBatch)}
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One encoded object in an arena.
+
+    Attributes:
+        crcs: Of each of its segments.
+    """
+
+    digest: bytes
+    address: int
+    layout: Layout
+    crcs: Words
+
+
+async def _whole_images(batch: DirectWriteBatch) -> list[Image]:
+    """Wait for the GPU to tell which objects it encoded without a refused segment."""
+    workspace = batch.workspace
+    await workspace.stream.reached(workspace.ready)
+    layouts: Sequence[Layout] = batch.layouts
+    if isinstance(workspace, AnsSaving):
+        layouts = await workspace.encoded()
+    tasks = workspace.tasks
+    assert tasks
+    ranges = itertools.pairwise(tasks.starts)
+    return [
+        Image(digest, address, layout, tasks.crcs[first:end].copy())
+        for digest, address, layout, (first, end) in zip(
+            batch.digests, workspace.images, layouts, ranges, strict=True
+        )
+        if not tasks.faults[first:end].any()
+    ]
+
+
+async def _bring(
+    images: Sequence[Image], extents: Sequence[Copy], room: int, stream: DeviceStream
+) -> list[int]:
+    """Copy images to this lane's arena, and complete them there; give where each starts."""
+    starts = list(itertools.accumulate((i.layout.nbytes for i in images), initial=room))[:-1]
+    pieces = [
+        (start, image.address, image.layout.nbytes)
+        for start, image in zip(starts, images, strict=True)
+    ]
+    edges_nbytes = sum(i.layout.nbytes - len(i.layout.payloads) for i in images)
+    scratch = await stream.take_scratch(edges_nbytes)
+    try:
+        end, host = 0, address_of(scratch)
+        edges: Runs = []
+        for image, extent, start in zip(images, extents, starts, strict=True):
+            payloads, nbytes = image.layout.payloads, image.layout.nbytes
+            table = image.layout.table.copy()
+            table[:, CRC32_WORD] = image.crcs
+            head = pack_head(table.tobytes(), nbytes, image.digest, extent.generation)
+            filled = head.ljust(payloads.start, b"\0") + bytes(nbytes - payloads.stop)
+            scratch[end : end + len(filled)] = np.frombuffer(filled, np.uint8)
+            edges.append((start, host + end, payloads.start))
+            if payloads.stop < nbytes:
+                tail = host + end + payloads.start
+                edges.append((start + payloads.stop, tail, nbytes - payloads.stop))
+            end += len(filled)
+        await stream.reached(stream.copy([*join_runs(pieces), *edges]))
+    finally:
+        stream.give_scratch(scratch)
+    return starts

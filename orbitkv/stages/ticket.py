@@ -64,31 +64,49 @@ Outcome = Saved | Restored | Miss | Failed
 
 
 class Part:
-    """One batch's share of a ticket: settled exactly once, however the batch ends."""
+    """One batch's share of a ticket: settled exactly once, however the batch ends.
 
-    __slots__ = ("_settled", "hashes", "ticket")
+    The ticket hears of it when nobody holds it any more.
+    """
+
+    __slots__ = ("_ended", "_holds", "hashes", "ticket")
 
     def __init__(self, ticket: Ticket, hashes: tuple[bytes, ...]) -> None:
         self.ticket = ticket
         self.hashes = hashes
-        self._settled = False
+        self._ended: tuple[frozenset[bytes], OrbitError | None] | None = None
+        self._holds = 0
 
     @property
     def settled(self) -> bool:
         """Whether the part has ended."""
-        return self._settled
+        return self._ended is not None
 
     def settle(self, *, done: Iterable[bytes]) -> None:
         """Tell which of the part's pages were stored or placed. The others were not."""
-        if not self._settled:
-            self._settled = True
-            self.ticket._settle(self, frozenset(done), None)  # noqa: SLF001 - two halves of one
+        self._end(frozenset(done), None)
 
     def fail(self, error: OrbitError) -> None:
         """End the part with a fault, which ends the whole ticket once its other parts are over."""
-        if not self._settled:
-            self._settled = True
-            self.ticket._settle(self, frozenset(), error)  # noqa: SLF001 - two halves of one
+        self._end(frozenset(), error)
+
+    def hold(self) -> None:
+        """Keep the ticket from ending before the matching ``let_go``: a second batch is at work."""
+        self._holds += 1
+
+    def let_go(self) -> None:
+        """End one hold."""
+        self._holds -= 1
+        self._tell()
+
+    def _end(self, done: frozenset[bytes], error: OrbitError | None) -> None:
+        if self._ended is None:
+            self._ended = (done, error)
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._ended is not None and not self._holds:
+            self.ticket._settle(self, *self._ended)  # noqa: SLF001 - two halves of one
 
 
 class Ticket:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from orbitkv.config import Config
 from orbitkv.errors import GraphError
 from orbitkv.graph import Bound, Graph
-from orbitkv.pipeline import PACKAGED, load_pipeline
+from orbitkv.pipeline import PACKAGED, load_pipeline, with_settings
 from orbitkv.stages import STAGES
 
 unhurried = settings(deadline=None)  # a busy machine is no fault
@@ -159,6 +161,32 @@ def test_packaged_definitions_are_found_by_name_from_anywhere(
 
 
 # Files -------------------------------------------------------------------------------------
+
+
+def test_settings_take_the_place_of_a_definitions_numbers_and_of_nothing_else() -> None:
+    save, restore = load_pipeline("save").graph, load_pipeline("restore").graph
+    assert with_settings(save, Config()) == save
+    config = Config(ssd_write_inflight=3, ssd_prefetch_inflight=5, ssd_write_queue_depth=128)
+    told = with_settings(save, config)
+    assert {node.id for node in told.nodes.values() if node != save.nodes[node.id]} == {"U"}
+    assert told.nodes["U"] == replace(save.nodes["U"], depth=3)
+    assert with_settings(restore, config).nodes["U"] == replace(restore.nodes["U"], depth=5)
+    (changed_edge,) = set(told.edges) - set(save.edges)
+    (edge,) = set(save.edges) - set(told.edges)
+    assert changed_edge == replace(edge, max_items=128, max_nbytes=edge.max_nbytes * 2)
+    shorter = with_settings(save, Config(ssd_write_queue_depth=1))
+    assert shorter.into("U")[0] == replace(edge, max_items=1)
+    assert told.chart == save.chart
+
+
+def test_settings_that_give_nodes_of_one_lane_two_depths_are_a_fault() -> None:
+    restore, writer = load_pipeline("restore").graph, load_pipeline("save").graph.nodes["U"]
+    reader = replace(restore.nodes["U"], lane=writer.lane)
+    nodes = {**restore.nodes, "U": reader, "W": replace(writer, id="W")}
+    both = Graph("both", nodes, restore.edges)
+    assert with_settings(both, Config(ssd_write_inflight=2, ssd_prefetch_inflight=2))
+    with pytest.raises(GraphError, match="share lane 'ring:write' at depths 8 and 2"):
+        with_settings(both, Config(ssd_write_inflight=2))
 
 
 def test_a_missing_file_names_the_packaged_definitions(tmp_path: Path) -> None:

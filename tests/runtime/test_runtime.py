@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import pytest
 import structlog
 
 from orbitkv.cache.catalogue import Catalogue
+from orbitkv.cache.direct import DirectRoute, Gate
 from orbitkv.cache.pool import Pool
 from orbitkv.config import Config
 from orbitkv.errors import (
@@ -76,6 +78,25 @@ class Source(_Step):
 
 class Through(_Step):
     pass
+
+
+class Pieces(_Step):
+    """Makes three of one, after what the test gave it has been done for each."""
+
+    left: ClassVar[list[str]] = []
+
+    async def split(self, batch: Load, ctx: StageContext) -> AsyncGenerator[Outputs]:
+        batch.trail.append(ctx.node.id)
+        try:
+            for index in range(3):
+                piece = Load(f"{batch.name}.{index}")
+                if self._act:
+                    await self._act(piece, ctx)
+                yield {"out": piece}
+            if batch.part:
+                batch.part.settle(done=batch.part.hashes)
+        finally:
+            self.left.append(batch.name)
 
 
 class Sink(_Step):
@@ -179,6 +200,7 @@ def bound(
         catalogue=Catalogue(Pool(BLOCK, lock_memory=False), None),
         config=config or Config(),
         open_lane=open_lane,
+        direct=DirectRoute(Gate(Counter(), structlog.get_logger())),
         log=structlog.get_logger(),
     )
 
@@ -438,6 +460,97 @@ def test_bug_while_a_node_waits_at_one_output_loses_nothing_for_the_other() -> N
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stage_that_splits_feels_the_next_edge_piece_by_piece(depth: int) -> None:
+    async def scenario() -> None:
+        go, made_pieces, arrived = asyncio.Event(), [], []
+
+        async def note(piece: Load, ctx: StageContext) -> None:
+            made_pieces.append(piece.name)
+
+        async def wait(piece: Load, ctx: StageContext) -> None:
+            await go.wait()
+            arrived.append(piece.name)
+
+        nodes = [
+            node("a", Source, entry=ENTRY),
+            node("b", Pieces, act=note, depth=depth),
+            node("c", Sink, act=wait),
+        ]
+        description = graph(nodes, edge("a", "b"), edge("b", "c", items=1))
+        first, second = one("x"), one("y")
+        async with running(description) as runtime:
+            await feed(runtime, [first[1], second[1]])
+            await settle()
+            before = len(made_pieces)
+            ended = first[0].done
+            go.set()
+        # One at work in c, one on the edge, and one that each batch in b waits with.
+        assert before == 2 + depth
+        assert not ended
+        assert sorted(arrived) == [f"{name}.{index}" for name in "xy" for index in range(3)]
+        assert [name for name in arrived if name[0] == "x"] == ["x.0", "x.1", "x.2"]
+        assert isinstance(first[0].result(0), Saved)
+        assert isinstance(second[0].result(0), Saved)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fault", [OrbitError("no more"), ZeroDivisionError("a bug")])
+def test_fault_between_two_pieces_ends_the_batch_and_keeps_what_went_on(fault: Exception) -> None:
+    async def scenario() -> None:
+        arrived: list[str] = []
+        Pieces.left.clear()
+
+        async def fail(piece: Load, ctx: StageContext) -> None:
+            if piece.name == "x.1":
+                raise fault
+
+        async def note(piece: Load, ctx: StageContext) -> None:
+            arrived.append(piece.name)
+
+        nodes = [
+            node("a", Source, entry=ENTRY),
+            node("b", Pieces, act=fail),
+            node("c", Sink, act=note),
+        ]
+        made, load = one("x")
+        async with running(graph(nodes, edge("a", "b"), edge("b", "c"))) as runtime:
+            await feed(runtime, [load])
+            await settle()
+        if isinstance(fault, OrbitError):  # a bug stops those behind it too
+            assert arrived == ["x.0"]
+        assert Pieces.left == ["x"], "the stage was not closed"
+        assert len(load.abandoned_with) == 1
+        assert isinstance(error_of(made), OrbitError)
+
+    asyncio.run(scenario())
+
+
+def test_stage_that_splits_is_closed_when_the_pipeline_stops() -> None:
+    async def scenario() -> None:
+        Pieces.left.clear()
+
+        async def fail(piece: Load, ctx: StageContext) -> None:
+            await asyncio.sleep(0)
+            raise ZeroDivisionError("a bug")
+
+        nodes = [
+            node("a", Source, entry=ENTRY),
+            node("b", Pieces),
+            node("c", Sink, act=fail),
+        ]
+        made, load = one("x")
+        async with running(graph(nodes, edge("a", "b"), edge("b", "c", items=1))) as runtime:
+            await feed(runtime, [load])
+            await settle()
+        assert Pieces.left == ["x"]
+        assert made.done
+        assert len(load.abandoned_with) <= 1
+
+    asyncio.run(scenario())
+
+
 def test_cancelled_ticket_goes_no_further_than_the_stage_it_is_in() -> None:
     async def scenario() -> None:
         go = asyncio.Event()
@@ -605,6 +718,7 @@ def test_lane_that_cannot_start_closes_those_before_it() -> None:
             catalogue=Catalogue(Pool(BLOCK, lock_memory=False), None),
             config=Config(),
             open_lane=open_lane,
+            direct=DirectRoute(Gate(Counter(), structlog.get_logger())),
             log=structlog.get_logger(),
         )
         with pytest.raises(OSError, match="no ring"):

@@ -31,7 +31,7 @@ from orbitkv.objects import (
     read_segments,
 )
 from orbitkv.probe import cuda_unavailable
-from orbitkv.runtime import core
+from orbitkv.runtime import core, devices
 from orbitkv.runtime.core import Instance
 from orbitkv.segment import HND, NHD, StateKey
 from tests.builders import WAIT_S, counters, flip_memory, model, numbered, page_hash, rest
@@ -49,7 +49,7 @@ def open_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param == "cuda" and (reason := cuda_unavailable()):
         pytest.skip(reason)
     if request.param == "emulated":
-        monkeypatch.setattr(core, "Device", EmulatedDevice)
+        monkeypatch.setattr(devices, "Device", EmulatedDevice)
     return str(request.param)
 
 
@@ -554,7 +554,7 @@ def test_arenas_stay_within_the_budget(opened: ManagerFactory, gpu: str, codec: 
         pages = numbered(PAGES, first=100 * attempt)
         engine.save(pages)
         engine.restore(pages)
-        for lane in manager.core._cuda_lanes:
+        for lane in manager.core.devices.streams:
             for stream in lane.streams.values():
                 memory = stream.arena.memory
                 if gpu == "cuda":
@@ -562,7 +562,7 @@ def test_arenas_stay_within_the_budget(opened: ManagerFactory, gpu: str, codec: 
                 else:
                     assert memory.held.nbytes <= budget_nbytes
     manager.close()
-    assert not any(lane.streams for lane in manager.core._cuda_lanes)
+    assert not any(lane.streams for lane in manager.core.devices.streams)
 
 
 @pytest.mark.parametrize("codec", [*CODECS, "ans"])

@@ -16,7 +16,7 @@ from orbitkv.cache.pool import Pool
 from orbitkv.config import MIB
 from orbitkv.errors import Closed, DeviceFault
 from orbitkv.objects import Format, read_header
-from orbitkv.runtime import core
+from orbitkv.runtime import devices
 from orbitkv.stages.ticket import Failed
 from tests.builders import WAIT_S, counters, ended, in_thread, numbered, page_hash, rest
 from tests.conftest import ManagerFactory
@@ -120,7 +120,7 @@ def test_a_first_batch_without_anything_to_do_ends(
 def test_an_arena_that_cannot_grow_fails_the_request_and_not_the_lane(
     opened: ManagerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "Device", EmulatedDevice)
+    monkeypatch.setattr(devices, "Device", EmulatedDevice)
     engine = engine_of(opened(), geometry_of(page_tokens=64), "emulated")
     engine.save(numbered(1))
 
@@ -154,7 +154,7 @@ class SlowToPin(EmulatedDevice):
 def test_two_registrations_at_once_open_the_device_once(
     opened: ManagerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "Device", SlowToPin)
+    monkeypatch.setattr(devices, "Device", SlowToPin)
     manager, geometry = opened(), geometry_of()
     made: list[Pages] = []
     threads = [
@@ -168,7 +168,7 @@ def test_two_registrations_at_once_open_the_device_once(
 def test_a_manager_that_closes_while_a_device_opens_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(core, "Device", SlowToPin)
+    monkeypatch.setattr(devices, "Device", SlowToPin)
     manager = Manager(Config(pool_nbytes=MIB, lock_memory=False))
     refused: list[BaseException] = []
 

@@ -58,6 +58,10 @@ class Leasing(Protocol):
         """Wait in turn for a range."""
         ...
 
+    async def acquire_now(self, nbytes: int) -> Leased | None:
+        """A range, unless it had to wait for somebody else's."""
+        ...
+
 
 class DeviceStream(Protocol):
     """One lane's work on one GPU: kernels in order, bulk copies beside them."""
@@ -212,7 +216,10 @@ class Workspace:
         self.tasks: TaskTable | None = None
         self.ready: Any = None
         self._leases = tuple(leases)
+        self._users = 1
+        self._released = False
         self._scratch = scratch
+        self._heads: Bytes | None = None
         self._host_address = address_of(scratch)
         self.images: list[int] = []
         self._start = self._end = leases[0].address
@@ -275,13 +282,48 @@ class Workspace:
         self.running = False
         return self.tasks
 
+    async def fetch_heads(self, nbytes: Sequence[int]) -> list[Bytes]:
+        """Bring the first bytes of each image to the host: views, until ``release``."""
+        total_nbytes = sum(nbytes)
+        self._heads = heads = await self.stream.take_scratch(total_nbytes)
+        starts = list(itertools.accumulate(nbytes, initial=0))
+        host = address_of(heads)
+        pieces = zip(starts, self.images, nbytes, strict=False)
+        self.running = True
+        copied = self.stream.copy(
+            [(host + start, image, length) for start, image, length in pieces]
+        )
+        await self.stream.reached(copied)
+        return [heads[start:end] for start, end in itertools.pairwise(starts)]
+
+    def share(self) -> Callable[[], None]:
+        """Keep the workspace for a second user too; gives what ends that use, at most once."""
+        self._users += 1
+        left = False
+
+        def leave() -> None:
+            nonlocal left
+            if not left:
+                left = True
+                self._leave()
+
+        return leave
+
     def release(self) -> None:
         """Give everything back. Harmless twice; only when nothing is running."""
         assert not self.running, "a kernel or copy may still use this workspace"
-        leases, self._leases = self._leases, ()
-        if leases:
-            self.stream.give_scratch(self._scratch)
-        for lease in leases:
+        if not self._released:
+            self._released = True
+            self._leave()
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if self._users:
+            return
+        self.stream.give_scratch(self._scratch)
+        if self._heads is not None:
+            self.stream.give_scratch(self._heads)
+        for lease in self._leases:
             lease.release()
 
     def end(self, then: Callable[[], None]) -> None:
@@ -311,6 +353,7 @@ class AnsSaving(Workspace):
         shape: EncodeShape,
     ) -> None:
         super().__init__(stream, leases, scratch, [shape.output_nbytes])
+        self._layouts: list[Layout] | None = None
         self._shape = shape
         self._own, self._shared = leases
 
@@ -354,7 +397,9 @@ class AnsSaving(Workspace):
         """Wait for the results; give the objects' layouts, and back the room that they leave."""
         assert self.tasks
         await self.stream.reached(self.ready)
-        layouts = self.tasks.layouts()
+        if self._layouts is not None:  # somebody else asked before
+            return self._layouts
+        self._layouts = layouts = self.tasks.layouts()
         image_nbytes = [layout.nbytes for layout in layouts]
         self.lay_out(image_nbytes)
         if sum(image_nbytes) < self._shape.output_nbytes:
