@@ -14,42 +14,30 @@ the ratios round by round.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import mmap
 import os
-import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.table import Table
+from measure import Moved, Started, fio, parser, report
 
 from orbitkv.config import parse_nbytes
+from orbitkv.runtime.liburing import probe_io_uring
 from orbitkv.runtime.preadv import PreadLane, Transfer
-from orbitkv.runtime.uring import RingLane, probe_io_uring
+from orbitkv.runtime.uring import RingLane
 
 CASES = ((4 << 20, 8), (64 << 10, 16))  # operation nbytes, operations in flight
 BATCH_NBYTES = 64 << 20  # what a stage hands over in one call
 BATCHES_AT_ONCE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One pass over the file."""
-
-    gb_per_s: float
-    cpu_s_per_gib: float
 
 
 @dataclass(slots=True)
@@ -60,7 +48,7 @@ class Row:
     operation_nbytes: int
     depth: int
     variant: str
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Moved] = field(default_factory=list)
     submit_us: list[float] = field(default_factory=list)
     reap_us: list[float] = field(default_factory=list)
 
@@ -101,7 +89,7 @@ def page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
     return region
 
 
-async def move_file(lane: RingLane | PreadLane, path: Path, row: Row, file_nbytes: int) -> Run:
+async def move_file(lane: RingLane | PreadLane, path: Path, row: Row, file_nbytes: int) -> Moved:
     """Write or read the whole file in batches, as a stage does."""
     region = page_aligned(row.depth * row.operation_nbytes)
     buffers = np.split(region, row.depth)
@@ -124,17 +112,14 @@ async def move_file(lane: RingLane | PreadLane, path: Path, row: Row, file_nbyte
     async with lane:
         if row.variant.endswith("registered") and not await lane.register_buffers(region):
             raise RuntimeError(f"{lane.name}: {lane.buffers_refused}")
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s, started = usage.ru_utime + usage.ru_stime, time.perf_counter()
+        started = Started()
         await asyncio.gather(*(feed() for _ in range(BATCHES_AT_ONCE)))
-        took_s = time.perf_counter() - started
-        usage = resource.getrusage(resource.RUSAGE_SELF)  # includes the kernel's workers
-        cpu_s = usage.ru_utime + usage.ru_stime - cpu_s
+        taken = started.moved(file_nbytes)
     os.close(fd)
-    return Run(file_nbytes / took_s / 1e9, cpu_s / file_nbytes * 2**30)
+    return taken
 
 
-def run_lane(path: Path, row: Row, file_nbytes: int) -> Run:
+def run_lane(path: Path, row: Row, file_nbytes: int) -> Moved:
     """Make one pass with a lane of ours."""
     if row.variant == "preadv":
         return asyncio.run(move_file(PreadLane("bench", depth=row.depth), path, row, file_nbytes))
@@ -145,23 +130,21 @@ def run_lane(path: Path, row: Row, file_nbytes: int) -> Run:
     return run
 
 
-def run_fio(path: Path, row: Row, file_nbytes: int) -> Run:
+def run_fio(path: Path, row: Row, file_nbytes: int) -> Moved:
     """Make one pass with fio; its own clock, so that its start does not count."""
-    command = ["fio", "--name=bench", f"--filename={path}", f"--size={file_nbytes}"]
-    command += [f"--bs={row.operation_nbytes}", f"--iodepth={row.depth}", f"--rw={row.direction}"]
-    command += ["--ioengine=io_uring", "--direct=1", "--output-format=json"]
-    if row.variant.endswith("registered"):
-        command.append("--fixedbufs=1")
-    report = subprocess.run(command, check=True, capture_output=True, text=True)
-    job = json.loads(report.stdout)["jobs"][0]
-    moved = job[row.direction]
-    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * moved["runtime"] / 1000
-    return Run(moved["bw_bytes"] / 1e9, cpu_s / file_nbytes * 2**30)
+    return fio(
+        [path],
+        "write" if row.direction == "write" else "read",
+        block_nbytes=row.operation_nbytes,
+        depth=row.depth,
+        file_nbytes=file_nbytes,
+        registered=row.variant.endswith("registered"),
+    )
 
 
 def measure(path: Path, file_nbytes: int, rounds: int, rest_s: float) -> list[Row]:
     """Run every variant of every case, interleaved."""
-    variants: dict[str, Callable[[Path, Row, int], Run]] = {}
+    variants: dict[str, Callable[[Path, Row, int], Moved]] = {}
     if shutil.which("fio"):
         variants |= {"fio": run_fio, "fio registered": run_fio}
     if probe_io_uring() is None:
@@ -188,43 +171,42 @@ def held(samples_us: list[float]) -> str:
     return f"{cuts[9]:.0f} / {cuts[18]:.0f}"
 
 
-def render(rows: list[Row]) -> Table:
+def described(rows: list[Row]) -> list[tuple[object, ...]]:
     """Lay the rows out beside fio's."""
-    table = Table("case", "variant", "GB/s", "of fio", "least to most", "CPU s/GiB")
-    table.add_column("submit hold us")
-    table.add_column("reap hold us")
-    fio: dict[tuple[str, int], list[Run]] = {}
+    described_rows: list[tuple[object, ...]] = []
+    fio_runs: dict[tuple[str, int], list[Moved]] = {}
     for row in rows:
         case = (row.direction, row.operation_nbytes)
         if row.variant == "fio":
-            fio[case] = row.runs
+            fio_runs[case] = row.runs
         beside_fio = [
             ours.gb_per_s / theirs.gb_per_s
-            for ours, theirs in zip(row.runs, fio.get(case, []), strict=False)  # none without fio
+            for ours, theirs in zip(row.runs, fio_runs.get(case, []), strict=False)  # maybe no fio
         ]
         speeds = sorted(run.gb_per_s for run in row.runs)
-        table.add_row(
-            f"{row.direction} {row.operation_nbytes >> 10} KiB, depth {row.depth}",
-            row.variant,
-            f"{row.gb_per_s:.2f}",
-            f"{statistics.median(beside_fio):.0%}" if beside_fio else "",
-            f"{speeds[0]:.2f} to {speeds[-1]:.2f}",
-            f"{row.cpu_s_per_gib:.3f}",
-            held(row.submit_us),
-            held(row.reap_us),
+        described_rows.append(
+            (
+                f"{row.direction} {row.operation_nbytes >> 10} KiB, depth {row.depth}",
+                row.variant,
+                row.gb_per_s,
+                f"{statistics.median(beside_fio):.0%}" if beside_fio else "",
+                f"{speeds[0]:.2f} to {speeds[-1]:.2f}",
+                f"{row.cpu_s_per_gib:.3f}",
+                held(row.submit_us),
+                held(row.reap_us),
+            )
         )
-    return table
+    return described_rows
 
 
 def main() -> None:
     """Measure, print, and leave no file behind."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", type=Path, default=Path("/tmp"), help="where the file goes")
-    parser.add_argument("--nbytes", default="1gib", help="of the file")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rest-s", type=float, default=1.0, help="before every run")
-    parser.add_argument("--json", action="store_true", help="every run instead of a table")
-    arguments = parser.parse_args()
+    known = parser((__doc__ or "").splitlines()[0])
+    known.add_argument("--dir", type=Path, default=Path("/tmp"), help="where the file goes")
+    known.add_argument("--nbytes", default="1gib", help="of the file")
+    known.add_argument("--rounds", type=int, default=5)
+    known.add_argument("--rest-s", type=float, default=1.0, help="before every run")
+    arguments = known.parse_args()
     file_nbytes = parse_nbytes(arguments.nbytes, setting="--nbytes")
     for missing in filter(None, (probe_io_uring(), None if shutil.which("fio") else "no fio")):
         print(f"left out: {missing}", file=sys.stderr)
@@ -235,10 +217,11 @@ def main() -> None:
         # An extent that was never written reads as zeros without the disk, so write it all first.
         run_lane(path, Row("write", *CASES[0], "preadv"), file_nbytes)
         rows = measure(path, file_nbytes, arguments.rounds, arguments.rest_s)
-    if arguments.json:
-        json.dump([asdict(row) for row in rows], sys.stdout)
-    else:
-        Console(width=140).print(render(rows))
+    columns = ("case", "variant", "GB/s", "of fio", "least to most", "CPU s/GiB")
+    held_columns = ("submit hold us", "reap hold us")
+    report(
+        "The I/O lanes, medians", columns + held_columns, described(rows), as_json=arguments.json
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine's name, medians, and one way to print a table."""
+"""What benchmarks share: the machine's name, medians, bytes by the clock, fio, one table."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -46,6 +51,66 @@ def interleaved(rounds: int, measures: Mapping[str, Callable[[], float]]) -> dic
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that were moved, the time it took, and the CPU time of whoever moved them."""
+
+    nbytes: int
+    took_s: float
+    cpu_s: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes a second, in powers of ten."""
+        return self.nbytes / self.took_s / 1e9
+
+    @property
+    def cpu_s_per_gib(self) -> float:
+        """CPU seconds for 2**30 bytes."""
+        return self.cpu_s / self.nbytes * 2**30
+
+
+class Started:
+    """A start of both clocks: the wall's, and the CPU's of all threads, the kernel's too."""
+
+    def __init__(self) -> None:
+        self._cpu_s, self._wall_s = _cpu_s(), time.perf_counter()
+
+    def moved(self, nbytes: int) -> Moved:
+        """What was done since."""
+        return Moved(nbytes, time.perf_counter() - self._wall_s, _cpu_s() - self._cpu_s)
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def fio(
+    paths: Sequence[Path],
+    direction: Literal["write", "read"],
+    *,
+    block_nbytes: int,
+    depth: int,
+    file_nbytes: int,
+    registered: bool = False,
+) -> Moved:
+    """Move ``file_nbytes`` of all files together by fio's io_uring, O_DIRECT; by its own clock.
+
+    Args:
+        registered: With buffers that are registered with the kernel.
+    """
+    command = ["fio", "--name=bench", f"--filename={':'.join(map(str, paths))}"]
+    command += [f"--size={file_nbytes // block_nbytes * block_nbytes}", f"--bs={block_nbytes}"]
+    command += [f"--iodepth={depth}", f"--rw={direction}", "--ioengine=io_uring", "--direct=1"]
+    command += ["--output-format=json", *(["--fixedbufs=1"] if registered else [])]
+    told = subprocess.run(command, check=True, capture_output=True, text=True)
+    job = json.loads(told.stdout)["jobs"][0]
+    moved = job[direction]
+    took_s = moved["runtime"] / 1000
+    return Moved(moved["io_bytes"], took_s, (job["usr_cpu"] + job["sys_cpu"]) / 100 * took_s)
+
+
 def report(
     title: str,
     columns: Sequence[str],
@@ -68,7 +133,7 @@ def report(
     table = Table(*columns, title=title, caption=machine(), title_justify="left")
     for row in rows:
         table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row))
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
     for name, fact in (facts or {}).items():
         console.print(f"{name}: {fact:.2f}" if isinstance(fact, float) else f"{name}: {fact}")

@@ -11,6 +11,7 @@ from orbitkv.errors import ConfigError
 
 SsdBackend = Literal["auto", "uring", "preadv", "cufile"]
 SsdReadPath = Literal["uring", "cufile"]
+WritePolicy = Literal["all", "reuse"]
 
 KIB = 2**10
 MIB = 2**20
@@ -22,6 +23,8 @@ for _power, _letter in enumerate("kmgt", start=1):
 _SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([a-zA-Z]*)\s*", re.ASCII)
 _MOST_NBYTES = 2**63 - 1
 _MOST_IN_FLIGHT = 2**16
+_DAY_S = 86_400
+_ALL_PERCENT = 100
 STORAGE_CODECS = ("none", "fp8", "turboquant-4", "turboquant-3", "ans")
 
 
@@ -71,8 +74,22 @@ class Config:
             None: as the definition says.
         ssd_write_inflight: Most objects that U writes at once. None: as the definition says.
         ssd_prefetch_inflight: Most objects that U reads at once. None: as the definition says.
-        ssd_persist: Leave the SSD file and its index behind at ``close``, and read them back at
-            the next start. Off: the file is removed.
+        ssd_persist: Keep an index of each SSD file, leave both behind at ``close``, and read them
+            back at the next start, whether the manager closed or was killed. Off: the files are
+            removed.
+        ssd_checkpoint_interval_s: How long what was written to SSD may be missing from the index.
+        ssd_write_policy: ``all`` writes what is newly saved; ``reuse`` what a foreground query
+            returns, and what is saved again while its key is among the last 16,384 that were.
+        cache_protected_percent: Share of the pool, 0 to 100, in which pages that a foreground query
+            found go last. A preference, not a reservation.
+        enable_lfu_admission: While the pool is full, save only what was asked for as often as what
+            would have to go for it.
+        compile_policies: Run the policies' loops compiled: 10 to 100 times as fast, for 0.4 s at
+            start and 120 MiB. None: where there is an NVIDIA driver.
+        query_budget_nbytes: Stored bytes that the leases of all instances may hold at once, from
+            the query until the last page is placed. None: the pool's.
+        query_instance_budget_nbytes: The same for one instance. None: ``query_budget_nbytes``.
+        lease_ttl_s: How long a lease that nobody restores is kept.
         storage_codec: Representation of stored segments; ``docs/codecs.md`` says what each does.
         rotation_seed: Of TurboQuant's signs, 0 to 2**64 - 1.
         nvcomp_library: Of ``ans``: path of nvCOMP's library, or a name for the loader, which never
@@ -93,6 +110,14 @@ class Config:
     ssd_write_inflight: int | None = None
     ssd_prefetch_inflight: int | None = None
     ssd_persist: bool = False
+    ssd_checkpoint_interval_s: float = 5.0
+    ssd_write_policy: WritePolicy = "all"
+    cache_protected_percent: int = 0
+    enable_lfu_admission: bool = False
+    compile_policies: bool | None = None
+    query_budget_nbytes: int | None = None
+    query_instance_budget_nbytes: int | None = None
+    lease_ttl_s: float = 60.0
     storage_codec: str = "none"
     rotation_seed: int = 0
     nvcomp_library: str | None = None
@@ -105,6 +130,7 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ssd_cache_paths", _as_paths(self.ssd_cache_paths))
         backends = get_args(SsdBackend)
+        policies = get_args(WritePolicy)
         read_paths = (None, *get_args(SsdReadPath))
         some, bound = "a positive number of bytes", "None, or 1 to 65536"
         for setting, stands, accepted in (
@@ -126,6 +152,26 @@ class Config:
             ("ssd_write_inflight", _is_bound(self.ssd_write_inflight), bound),
             ("ssd_prefetch_inflight", _is_bound(self.ssd_prefetch_inflight), bound),
             ("ssd_persist", isinstance(self.ssd_persist, bool), "True or False"),
+            (
+                "ssd_checkpoint_interval_s",
+                _is_interval(self.ssd_checkpoint_interval_s),
+                "more than zero seconds, up to a day",
+            ),
+            ("ssd_write_policy", self.ssd_write_policy in policies, ", ".join(policies)),
+            ("cache_protected_percent", _is_percent(self.cache_protected_percent), "0 to 100"),
+            ("enable_lfu_admission", isinstance(self.enable_lfu_admission, bool), "True or False"),
+            (
+                "compile_policies",
+                self.compile_policies is None or isinstance(self.compile_policies, bool),
+                "True, False or None",
+            ),
+            ("query_budget_nbytes", _is_limit(self.query_budget_nbytes), f"{some}, or None"),
+            (
+                "query_instance_budget_nbytes",
+                _is_limit(self.query_instance_budget_nbytes),
+                f"{some}, or None",
+            ),
+            ("lease_ttl_s", _is_interval(self.lease_ttl_s), "more than zero seconds, up to a day"),
             ("storage_codec", self.storage_codec in STORAGE_CODECS, ", ".join(STORAGE_CODECS)),
             ("rotation_seed", _is_seed(self.rotation_seed), "0 to 2**64 - 1"),
             ("nvcomp_library", _is_library(self.nvcomp_library), "a path or name, or None"),
@@ -155,6 +201,14 @@ def _is_bound(value: object) -> bool:
     return value is None or (_is_count(value) and cast("int", value) <= _MOST_IN_FLIGHT)
 
 
+def _is_limit(value: object) -> bool:
+    return value is None or _is_count(value)
+
+
+def _is_percent(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _ALL_PERCENT
+
+
 def _as_paths(value: object) -> tuple[Any, ...]:
     """One path or several, as they may be given; anything else is left to be refused."""
     if value is None:
@@ -169,6 +223,10 @@ def _is_seed(value: object) -> bool:
 
 def _is_wait(value: object) -> bool:
     return isinstance(value, int | float) and value >= 0  # which NaN is not
+
+
+def _is_interval(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _DAY_S
 
 
 def _is_library(value: object) -> bool:

@@ -105,3 +105,7 @@ class SessionLost(OrbitError):
 
 class DeadlineMissed(OrbitError):
     """The daemon did not answer in time. What was asked may still be carried out."""
+
+
+class TraceError(OrbitError):
+    """A trace of requests cannot be read. One line: the file, line and field, and what is accepted."""

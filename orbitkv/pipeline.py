@@ -8,11 +8,11 @@ import importlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from orbitkv.config import parse_nbytes
+from orbitkv.config import Config, parse_nbytes
 from orbitkv.errors import ConfigError, GraphError
 from orbitkv.graph import (
     LANE_KINDS,
@@ -28,6 +28,7 @@ from orbitkv.graph import (
     graph_faults,
 )
 from orbitkv.stages import STAGES
+from orbitkv.stages.io_uring import ReadExtents, WriteExtents
 
 PACKAGED = Path(__file__).parent / "pipelines"
 
@@ -77,6 +78,42 @@ def load_pipeline(source: str | Path) -> Pipeline:
     except (ValueError, RecursionError) as error:
         raise GraphError(str(source), (f"not TOML: {error}",)) from error
     return Pipeline(_Reader(path.stem).read(table), hashlib.sha256(document).hexdigest())
+
+
+def with_settings(graph: Graph, config: Config) -> Graph:
+    """The graph that runs: as its definition says, but for what the configuration says instead.
+
+    ``ssd_write_inflight`` and ``ssd_prefetch_inflight`` become the depth of the nodes that write
+    and read extents, and with it of their lanes. ``ssd_write_queue_depth`` becomes the length of
+    the edges to the former; the bytes of a longer edge grow in proportion.
+
+    Raises:
+        GraphError: two nodes that share a lane are given different depths.
+    """
+    nodes = dict(graph.nodes)
+    for node in graph.nodes.values():
+        for stage, depth in (
+            (WriteExtents, config.ssd_write_inflight),
+            (ReadExtents, config.ssd_prefetch_inflight),
+        ):
+            if depth and _uses(node, stage):
+                nodes[node.id] = replace(node, depth=depth)
+    items = config.ssd_write_queue_depth
+    edges = tuple(
+        replace(
+            edge,
+            max_items=items,
+            max_nbytes=max(edge.max_nbytes, edge.max_nbytes * items // edge.max_items),
+        )
+        if items and _uses(nodes[edge.dst], WriteExtents)
+        else edge
+        for edge in graph.edges
+    )
+    return Graph(graph.name, nodes, edges)
+
+
+def _uses(node: Node, stage: type) -> bool:
+    return any(use.implementation and issubclass(use.implementation, stage) for use in node.stages)
 
 
 @dataclass(slots=True)

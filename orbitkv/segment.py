@@ -285,6 +285,26 @@ class StateKey:
 
 
 _LENGTH = struct.Struct("<Q")
+_KEPT_DIGESTS = 2**15
+
+
+class KeyDigests(dict[bytes, bytes]):
+    """``StateKey.digest`` by page hash, in one namespace and group.
+
+    Keeps what it has computed: a prefix is asked for again and again. When full, it begins anew.
+    """
+
+    def __init__(self, namespace: str, group: str) -> None:
+        super().__init__()
+        self._namespace = namespace
+        self._group = group
+
+    def __missing__(self, page_hash: bytes) -> bytes:
+        if len(self) >= _KEPT_DIGESTS:
+            self.clear()
+        digest = StateKey(self._namespace, page_hash, self._group).digest
+        self[page_hash] = digest
+        return digest
 
 
 @functools.lru_cache(maxsize=256)

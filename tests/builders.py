@@ -238,12 +238,14 @@ class Lanes:
     Attributes:
         on_write, on_read: Give the result of a transfer that shall not be made; None: make it.
         before: By lane name, called on the lane's thread before each of its calls and transfers.
+        after: The same, once the transfers of one call have been made, before that is told.
         seen: Function names and kinds of transfer, by lane.
     """
 
     on_write: Judge | None = None
     on_read: Judge | None = None
     before: dict[str, Callable[[], object]] = field(default_factory=dict)
+    after: dict[str, Callable[[], object]] = field(default_factory=dict)
     seen: dict[str, list[str]] = field(default_factory=dict)
     opened: list[FaultyLane] = field(default_factory=list)
     _made_by: Callable[[Node], OwnedLane] | None = None
@@ -307,6 +309,8 @@ class FaultyLane:
         results = [judge(transfer) if judge else None for transfer in transfers]
         real = [t for t, result in zip(transfers, results, strict=True) if result is None]
         moved = iter(await (inner.write_many(real) if writes else inner.read_many(real)))
+        if after := self.lanes.after.get(self.name):
+            await self.inner.run(after)
         return [next(moved) if result is None else result for result in results]
 
 

@@ -140,6 +140,9 @@ def test_a_config_cannot_be_changed() -> None:
         ({"nvcomp_library": ""}, "nvcomp_library: ''; accepted: a path or name, or None"),
         ({"nvcomp_library": Path("a")}, "nvcomp_library: PosixPath('a'); accepted: a path or"),
         ({"pool_wait_s": -0.1}, "pool_wait_s: -0.1; accepted: zero or more seconds"),
+        ({"ssd_checkpoint_interval_s": 0}, "ssd_checkpoint_interval_s: 0; accepted: more than"),
+        ({"ssd_checkpoint_interval_s": float("nan")}, "ssd_checkpoint_interval_s: nan; accepted"),
+        ({"ssd_checkpoint_interval_s": True}, "ssd_checkpoint_interval_s: True; accepted: more"),
         (
             {"ssd_persist": True},
             "ssd_persist: True without ssd_cache_paths; accepted: with one or more",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from orbitkv.cache.admission import TinyLfu, WriteAdmission, WritePolicy, hashes_of
 from orbitkv.cache.extents import ExtentStore
+from orbitkv.cache.order import RetentionClass
 from orbitkv.cache.pool import Pool
+from orbitkv.cache.retention import Retention
 from orbitkv.errors import Cancelled, ImpossibleRequest
 from orbitkv.objects import Bytes
 
@@ -46,6 +49,8 @@ class Copy:
         memory: uint8[nbytes] of the pool; None on SSD, and once freed.
         source: The copy that this one is being filled from, pinned until it is admitted or freed.
         write_queued: A write to SSD has been asked for and has not ended.
+        handle: Retention's name of a findable copy in DRAM.
+        skipped: Eviction has come to it while it was pinned, and passes it until it is not.
     """
 
     digest: bytes
@@ -59,13 +64,15 @@ class Copy:
     hidden: bool = True
     write_queued: bool = False
     shard: int = 0
+    handle: int = -1
+    skipped: bool = False
 
 
 @dataclass(slots=True)
 class _Shelf:
-    """One tier's copies: the findable ones, least recently used first, and all that hold bytes."""
+    """One tier's copies: the findable ones by key, and all that hold bytes."""
 
-    findable: OrderedDict[bytes, Copy]
+    findable: dict[bytes, Copy]
     live: set[Copy]
     pinned_nbytes: int = 0
 
@@ -76,22 +83,44 @@ class Catalogue:
     Args:
         pool: Memory of the DRAM tier.
         extents: Files of the SSD tier; None where there are none.
+        retention: Which copy in DRAM goes first. None: the one that was used longest ago.
+        write_policy: Which copies in DRAM are to be written to SSD.
+        lfu: Judges who may take another's place in DRAM. None: everybody may.
 
     Attributes:
         counters: Events by name.
+        pending_writes: Keys whose write to SSD has been asked for, or is under way.
+        writes: Judges what is to be written to SSD.
     """
 
-    def __init__(self, pool: Pool, extents: ExtentStore[Copy] | None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        extents: ExtentStore[Copy] | None,
+        retention: Retention | None = None,
+        *,
+        write_policy: WritePolicy = WritePolicy.ALL,
+        lfu: TinyLfu | None = None,
+    ) -> None:
         self.pool = pool
         self.extents = extents
+        self.lfu = lfu
+        self.retention = retention or Retention(pool.capacity_nbytes, 0, compiled=False)
         self.counters: Counter[str] = Counter()
+        self.pending_writes: Counter[bytes] = Counter()
+        self._by_handle: dict[int, Copy] = {}
         self._generation = extents.first_generation if extents else 0
         self._write_ended: dict[Copy, list[asyncio.Future[None]]] = {}
-        self._shelves: Mapping[Tier, _Shelf] = {tier: _Shelf(OrderedDict(), set()) for tier in Tier}
+        self._shelves: Mapping[Tier, _Shelf] = {tier: _Shelf({}, set()) for tier in Tier}
         self._waiting: Mapping[bool, dict[asyncio.Future[list[Copy]], tuple[Want, ...]]] = {
             True: {},
             False: {},
         }
+        self.writes = WriteAdmission[bytes](
+            write_policy,
+            resident=self._shelves[Tier.SSD].findable,
+            pending=self.pending_writes,
+        )
         if extents:
             self._recover(extents)
 
@@ -104,13 +133,32 @@ class Catalogue:
         return any(digest in shelf.findable for shelf in self._shelves.values())
 
     def copies(self, tier: Tier) -> tuple[Copy, ...]:
-        """The findable copies of a tier, least recently used first."""
-        return tuple(self._shelves[tier].findable.values())
+        """The findable copies of a tier; those in DRAM in the order in which they would go."""
+        if tier is Tier.SSD:
+            return tuple(self._shelves[tier].findable.values())
+        handles = (h for kind in RetentionClass for h in self.retention.in_order(kind).tolist())
+        return tuple(self._by_handle[handle] for handle in handles)
 
-    def touch(self, copy: Copy) -> None:
-        """Make a copy the most recently used of its tier."""
-        if not copy.hidden:
-            self._shelves[copy.tier].findable.move_to_end(copy.digest)
+    def touch(self, copies: Sequence[Copy]) -> None:
+        """Make copies in DRAM the most recently used ones of their class, in order."""
+        self.retention.touch(_handles(copies))
+
+    def look_up(self, copies: Sequence[Copy]) -> None:
+        """Note that a foreground query returned copies in DRAM: demand, which alone protects."""
+        self.retention.look_up(_handles(copies))
+
+    def welcomes(self, digest: bytes, nbytes: int) -> bool:
+        """Whether a new object may take the place of the one that would have to go for it."""
+        if self.lfu is None or nbytes <= self.pool.largest_free_nbytes:
+            return True
+        victim = self._victim()
+        if victim is None:
+            return True
+        return self.lfu.admits(*hashes_of([digest, victim.digest]).tolist())
+
+    def reclaim(self, copies: Sequence[Copy]) -> None:
+        """Let copies in DRAM go before all others: another tier or host holds them too."""
+        self.retention.reclaim(_handles(copies))
 
     def next_generation(self) -> int:
         """A number that no version of any object has had."""
@@ -120,13 +168,22 @@ class Catalogue:
     def queue_write(self, copy: Copy) -> None:
         """Note that a write of this copy to SSD has been asked for."""
         copy.write_queued = True
+        self.pending_writes[copy.digest] += 1
 
     def end_write(self, copy: Copy) -> None:
         """Note that no write of this copy is asked for any more, whether it was made or not."""
-        copy.write_queued = False
+        if copy.write_queued:
+            copy.write_queued = False
+            self.end_pending(copy.digest)
         for ended in self._write_ended.pop(copy, ()):
             if not ended.done():
                 ended.set_result(None)
+
+    def end_pending(self, digest: bytes) -> None:
+        """Note that one write of a key is not under way any more."""
+        self.pending_writes[digest] -= 1
+        if not self.pending_writes[digest]:
+            del self.pending_writes[digest]
 
     def queued_writes(self) -> list[Copy]:
         """All copies, findable or not, whose write has been asked for and has not ended."""
@@ -213,17 +270,29 @@ class Catalogue:
 
     def admit(self, copy: Copy) -> bool:
         """Make a filled copy findable. False, and it stays hidden, where its tier has one."""
-        self._let_source_go(copy)
-        findable = self._shelves[copy.tier].findable
-        if copy.digest in findable:
-            self.counters[f"duplicate_{copy.tier}"] += 1
-            return False
-        findable[copy.digest] = copy
-        copy.hidden = False
-        if copy.tier is Tier.SSD:
-            assert self.extents
-            self.extents.publish(copy)
-        return True
+        return bool(self.admit_all([copy]))
+
+    def admit_all(self, copies: Sequence[Copy]) -> list[Copy]:
+        """Make filled copies of one tier findable, in order; give those that its tier had not."""
+        admitted = []
+        for copy in copies:
+            self._let_source_go(copy)
+            findable = self._shelves[copy.tier].findable
+            if copy.digest in findable:
+                self.counters[f"duplicate_{copy.tier}"] += 1
+                continue
+            findable[copy.digest] = copy
+            copy.hidden = False
+            admitted.append(copy)
+            if copy.tier is Tier.SSD:
+                assert self.extents
+                self.extents.publish(copy)
+        if admitted and admitted[0].tier is Tier.DRAM:
+            handles = self.retention.admit([copy.nbytes for copy in admitted], pinned=False)
+            for copy, handle in zip(admitted, handles.tolist(), strict=True):
+                copy.handle = handle
+                self._by_handle[handle] = copy
+        return admitted
 
     def shrink(self, copy: Copy, nbytes: int) -> None:
         """Give back what a hidden copy in DRAM does not need behind its first ``nbytes``."""
@@ -251,6 +320,9 @@ class Catalogue:
             self._shelves[copy.tier].pinned_nbytes -= copy.nbytes
             if copy.hidden:
                 self._free(copy)
+            elif copy.skipped:
+                copy.skipped = False
+                self.retention.unpin([copy.handle])
             self._serve()
 
     def hide(self, copy: Copy) -> None:
@@ -348,6 +420,8 @@ class Catalogue:
         if copy.tier is Tier.SSD:
             assert self.extents
             self.extents.withdraw(copy)
+        elif self._by_handle.pop(copy.handle, None):
+            self.retention.remove([copy.handle])
 
     def _inherit(self, ousted: Copy) -> int:
         """Take over an ousted copy's range as it is, without a way through the free ranges."""
@@ -360,14 +434,28 @@ class Catalogue:
         if source is not None:
             self.unpin(source)
 
-    def _oust_one(self) -> Copy | None:
-        """Hide the copy in DRAM that has waited longest for a use, its bytes not yet freed."""
-        for copy in self._shelves[Tier.DRAM].findable.values():
-            if copy.pins == 0:
-                self.counters["evicted_dram"] += 1
-                self._conceal(copy)
+    def _victim(self) -> Copy | None:
+        """The copy in DRAM that retention lets go next; None where all are pinned.
+
+        Retention hears of a pin only when it comes to that copy: most are never come to.
+        """
+        while (handle := self.retention.victim()) is not None:
+            copy = self._by_handle[handle]
+            if not copy.pins:
                 return copy
+            copy.skipped = True
+            self.retention.pin([handle])
         return None
+
+    def _oust_one(self) -> Copy | None:
+        """Hide the copy in DRAM that retention lets go next, its bytes not yet freed."""
+        copy = self._victim()
+        if copy is not None:
+            self.retention.evict(1)
+            del self._by_handle[copy.handle]
+            self.counters["evicted_dram"] += 1
+            self._conceal(copy)
+        return copy
 
     def _allocate_all(self, wants: Sequence[Want]) -> list[Copy] | None:
         """Allocate for every want or for none, evicting only where that is enough."""
@@ -434,3 +522,7 @@ class Catalogue:
                     return
                 del waiting[granted]
                 granted.set_result(copies)
+
+
+def _handles(copies: Sequence[Copy]) -> list[int]:
+    return [copy.handle for copy in copies if copy.tier is Tier.DRAM and not copy.hidden]

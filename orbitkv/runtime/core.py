@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
 import structlog
 
-from orbitkv.cache.catalogue import Catalogue, Copy, Tier
-from orbitkv.cache.extents import ExtentStore
-from orbitkv.cache.pool import Pool
+from orbitkv.cache.admission import hashes_of
+from orbitkv.cache.catalogue import Copy, Tier
 from orbitkv.codecs import open_codec
 from orbitkv.codecs.base import GpuCodec
 from orbitkv.codecs.slots import SlotCodecs, bind_slots
@@ -26,19 +28,23 @@ from orbitkv.errors import (
     Closed,
     ConfigError,
     DestinationError,
+    Dropped,
     ImpossibleRequest,
+    Unavailable,
 )
-from orbitkv.graph import Node
-from orbitkv.pipeline import load_pipeline
+from orbitkv.graph import Graph, Node
+from orbitkv.pipeline import load_pipeline, with_settings
 from orbitkv.runtime.channel import ChannelStatistics
-from orbitkv.runtime.cuda import CudaLane, Device
-from orbitkv.runtime.lanes import BlockingEvent, HostLane, drain_task
-from orbitkv.runtime.preadv import PreadLane
+from orbitkv.runtime.devices import Devices
+from orbitkv.runtime.lanes import BlockingEvent, HostLane
+from orbitkv.runtime.persistence import Persistence, open_tiers
+from orbitkv.runtime.preadv import Demand, PreadLane
 from orbitkv.runtime.requests import TARGET_BATCH_NBYTES, Cutter, pack
 from orbitkv.runtime.runtime import NodeStatistics, OwnedLane, Runtime
 from orbitkv.runtime.uring import RingLane, open_io_lane
 from orbitkv.segment import (
     Geometry,
+    KeyDigests,
     ModelIdentity,
     PagedTensors,
     StateKey,
@@ -54,9 +60,15 @@ from orbitkv.stages.batch import (
     RestoreBatch,
     WriteBatch,
 )
+from orbitkv.stages.direct import DirectReadBatch
 from orbitkv.stages.ticket import Miss, Outcome, Restored, Saved, Ticket
 
 LaneWrapper = Callable[[OwnedLane], OwnedLane]
+STATIONS: Mapping[Tier, tuple[type[RestoreBatch], ...]] = {
+    Tier.DRAM: (FetchBatch,),
+    Tier.SSD: (ReadBatch, DirectReadBatch),
+}
+RESTORE_STATIONS = tuple(itertools.chain.from_iterable(STATIONS.values()))
 
 
 @dataclass(eq=False)
@@ -75,6 +87,11 @@ class Instance:
     def geometry(self) -> Geometry:
         """As declared at registration."""
         return self.tensors.geometry
+
+    @cached_property
+    def digests(self) -> tuple[KeyDigests, ...]:
+        """Digests of its keys by page hash, one for each state group."""
+        return tuple(KeyDigests(self.namespace, group) for group in self.geometry.groups)
 
     def hash_pages(self, tokens: Sequence[int]) -> list[bytes]:
         """Hash every full page of a token sequence, each chained to its prefix."""
@@ -157,12 +174,19 @@ class Core:
 
     Args:
         wrap_lane: Puts something around each lane, for tests that inject faults.
+        log: Takes its events. None: the standard library's logger ``orbitkv``.
 
     Attributes:
         closing: Nothing new is taken any more.
     """
 
-    def __init__(self, config: Config, *, wrap_lane: LaneWrapper | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        wrap_lane: LaneWrapper | None = None,
+        log: structlog.stdlib.BoundLogger | None = None,
+    ) -> None:
         self.config = config
         self.closing = False
         self._wrap_lane = wrap_lane or (lambda lane: lane)
@@ -171,16 +195,14 @@ class Core:
         self._feeding: set[asyncio.Task[None]] = set()
         self._bound: dict[Geometry, SlotCodecs] = {}
         self._io_lanes: list[RingLane | PreadLane] = []
-        self._cuda_lanes: list[CudaLane] = []
-        self._devices: dict[int, Device] = {}
-        self._opening = asyncio.Lock()
-        self._log = _logger()
+        self._demand = Demand()
+        self._log = log or _logger()
 
     async def __aenter__(self) -> Self:
         self._loop, self._thread = asyncio.get_running_loop(), threading.current_thread()
         config = self.config
         graphs = [
-            load_pipeline(source).graph
+            with_settings(load_pipeline(source).graph, config)
             for source in (config.save_pipeline, config.restore_pipeline)
         ]
         self._codec = open_codec(
@@ -190,21 +212,32 @@ class Core:
             nvcomp_library=config.nvcomp_library,
         )
         async with AsyncExitStack() as opened:
-            self.catalogue = _open_tiers(config)
+            self.catalogue = await open_tiers(config)
             opened.callback(self.catalogue.close)
+            if self.catalogue.extents:
+                persistence = Persistence(
+                    self.catalogue.extents,
+                    interval_s=config.ssd_checkpoint_interval_s,
+                    counters=self.catalogue.counters,
+                    log=self._log,
+                )
+                await opened.enter_async_context(persistence)
             self._cutter = Cutter(self.catalogue, config, self._bound)
+            self.devices = Devices(self.catalogue, config.storage_codec_budget_nbytes, self._log)
             self._save, self._fetch = (
                 Runtime(
                     graph,
                     catalogue=self.catalogue,
                     config=config,
-                    open_lane=self._open_lane,
+                    open_lane=functools.partial(self._open_lane, direction),
+                    direct=self.devices.direct[direction],
                     log=self._log,
                     codecs=self._bound.__getitem__,
                 )
-                for graph in graphs
+                for direction, graph in zip(("save", "restore"), graphs, strict=True)
             )
             self._check_entries()
+            self._settle_ssd_routes()
             for runtime in (self._save, self._fetch):
                 await opened.enter_async_context(runtime)
             await self._register_pool()
@@ -220,19 +253,19 @@ class Core:
     ) -> None:
         """Take nothing new, release what callers hold, and let what they submitted end."""
         self.closing = True
-        async with self._opening:
-            pass  # a thread that pins the pool, or loads kernels, ends before either goes
+        await self.devices.end_opening()
         async with self._opened:
             for lease in tuple(self._leases):
                 self._release(lease)
             while self._feeding:
                 await asyncio.wait(self._feeding)
 
-    def _open_lane(self, node: Node) -> OwnedLane:
+    def _open_lane(self, direction: str, node: Node) -> OwnedLane:
         if node.lane_kind == "stream":
-            lane = CudaLane(node.lane, self.config.storage_codec_budget_nbytes)
-            self._cuda_lanes.append(lane)
-            return self._wrap_lane(lane)
+            return self._wrap_lane(self.devices.stream_lane(node.lane))
+        if node.lane_kind == "file":
+            paths = self.config.ssd_cache_paths
+            return self._wrap_lane(self.devices.file_lane(node.lane, direction, paths))
         if node.lane_kind != "ring":
             return self._wrap_lane(HostLane(node.lane))
         backend = self.config.ssd_backend
@@ -241,6 +274,7 @@ class Core:
             depth=node.depth,
             backend="auto" if backend == "cufile" else backend,
             log=self._log.info,
+            demand=self._demand,
         )
         self._io_lanes.append(ring)
         return self._wrap_lane(ring)
@@ -259,11 +293,31 @@ class Core:
                 f"save_pipeline: {self._save.graph.name!r} takes no pages to save; "
                 "accepted: a definition with the stage 'gather'"
             )
-        if not (self._fetch.accepts(FetchBatch) or self._fetch.accepts(ReadBatch)):
+        if not any(map(self._fetch.accepts, RESTORE_STATIONS)):
             raise ConfigError(
                 f"restore_pipeline: {self._fetch.graph.name!r} has nothing to restore from; "
-                "accepted: a definition with the stage 'serve' or 'read'"
+                "accepted: a definition with the stage 'serve', 'read' or 'read_cufile'"
             )
+
+    def _settle_ssd_routes(self) -> None:
+        """Say which way each direction takes to SSD, and why; refuse to start without cuFile.
+
+        That is, where it was chosen, and cannot be had or leads nowhere.
+        """
+        config = self.config
+        reading = config.ssd_read_path or config.ssd_backend
+        for setting, chosen, runtime, stage in (
+            ("ssd_backend", config.ssd_backend, self._save, "write_cufile"),
+            ("ssd_read_path", reading, self._fetch, "read_cufile"),
+        ):
+            if not config.ssd_cache_paths:
+                return
+            reason = _why_off(runtime, stage)
+            if reason and chosen == "cufile":
+                raise Unavailable(f"{setting} 'cufile': {reason}")
+            backends = {lane.backend for lane in self._io_lanes}
+            taken = ", ".join(sorted(backends)) if reason else "cufile"
+            self._log.info("ssd_route", setting=setting, chosen=chosen, taken=taken, reason=reason)
 
     def _tell_what_is_off(self) -> None:
         """Say once, at start, what this machine does not give."""
@@ -290,6 +344,12 @@ class Core:
                 f"storage_codec: {self._codec.name!r}, and tensors on the CPU; "
                 "accepted: tensors on an NVIDIA GPU, as it neither encodes nor decodes on a host"
             )
+        direct = "cufile" in (self.config.ssd_backend, self.config.ssd_read_path)
+        if paged.device is None and direct and self.config.ssd_cache_paths:
+            raise ConfigError(
+                "ssd_backend or ssd_read_path: 'cufile', and tensors on the CPU; "
+                "accepted: tensors on an NVIDIA GPU, as cuFile moves their bytes past the host"
+            )
         if geometry not in self._bound:
             self._bound[geometry] = await asyncio.to_thread(
                 bind_slots, self._codec, geometry, protect=self._codec.protects_layers
@@ -302,7 +362,7 @@ class Core:
                 PublishBatch, budgets=counted
             ),
         }
-        for station in (FetchBatch, ReadBatch):
+        for station in RESTORE_STATIONS:
             if self._fetch.accepts(station):
                 where = f"pipeline {self._fetch.graph.name!r} for a {station.__name__}"
                 limits[where] = self._fetch.batch_nbytes(station, budgets=counted)
@@ -314,7 +374,7 @@ class Core:
                     + ", ".join(small)
                 )
         if paged.device is not None:
-            await self._open_device(paged)
+            await self.devices.open(paged, self._bound[geometry])
         namespace = make_namespace(
             model,
             geometry,
@@ -324,24 +384,6 @@ class Core:
         instance = Instance(namespace, paged)
         self._instances.add(instance)
         return instance
-
-    async def _open_device(self, tensors: PagedTensors) -> None:
-        """Give every lane a stream on the GPU that holds the tensors, and tell it their slots."""
-        ordinal = tensors.device
-        assert ordinal is not None
-        async with self._opening:  # one at a time: the pool is pinned once
-            if self.closing:
-                raise Closed("the manager is closed")
-            # Shielded: a thread that pins the pool does not end with whoever asked for it.
-            if ordinal not in self._devices:
-                opened = asyncio.to_thread(Device, ordinal, self.catalogue.pool)
-                self._devices[ordinal] = await drain_task(opened)
-            device = self._devices[ordinal]
-            for lane in self._cuda_lanes:
-                lane.open_device(device)
-            await drain_task(
-                asyncio.to_thread(device.prepare, tensors, self._bound[tensors.geometry])
-            )
 
     async def unregister(self, instance: Instance) -> None:
         """Take an instance away: its leases now, its tensors once its work has ended."""
@@ -361,14 +403,16 @@ class Core:
     ) -> Ticket:
         """Filter what is resident, cut the rest into batches, and send them off."""
         self._check_open(instance)
-        _check_hashes(page_hash for page_hash, _ in pages)
-        _check_ready(ready)
+        check_hashes(page_hash for page_hash, _ in pages)
+        check_ready(ready)
         instance.tensors.check_indices([index for _, index in pages], distinct=True)
         resident: list[bytes] = []
+        unwelcome: list[bytes] = []
         saved: list[StateKey] = []
+        nbytes = sum(instance.geometry.object_nbytes.values())
 
         def conclude(done: tuple[bytes, ...], not_done: tuple[bytes, ...]) -> Outcome:
-            return Saved(done, tuple(resident), not_done)
+            return Saved(done, tuple(resident), (*not_done, *unwelcome))
 
         def fresh() -> Iterator[tuple[StateKey, int]]:
             # Of a hash named twice the first counts; in order, so that a prefix is saved as one.
@@ -378,6 +422,9 @@ class Core:
                     for group in instance.geometry.groups
                 )
                 missing = [key for key in keys if not self.catalogue.is_resident(key.digest)]
+                if missing and not self.catalogue.welcomes(missing[0].digest, nbytes):
+                    unwelcome.append(page_hash)
+                    continue
                 saved.extend(missing)
                 yield from ((key, index) for key in missing)
                 if not missing:
@@ -391,39 +438,57 @@ class Core:
 
     def _touch_from_the_end(self, keys: Sequence[StateKey]) -> None:
         """Let eviction take a saved prefix's tail before its head."""
-        for key in reversed(keys):
-            if copy := self.catalogue.find(key.digest, Tier.DRAM):
-                self.catalogue.touch(copy)
+        found = (self.catalogue.find(key.digest, Tier.DRAM) for key in reversed(keys))
+        self.catalogue.touch([copy for copy in found if copy])
 
     async def query(self, instance: Instance, hashes: tuple[bytes, ...]) -> PrefixLease:
         """Find the longest prefix of which every state group is in a tier that can be read."""
         self._check_open(instance)
-        _check_hashes(hashes)
+        check_hashes(hashes)
         tiers = [
-            tier
-            for tier, payload in ((Tier.DRAM, FetchBatch), (Tier.SSD, ReadBatch))
-            if self._fetch.accepts(payload)
+            tier for tier, stations in STATIONS.items() if any(map(self._fetch.accepts, stations))
         ]
-        found: list[tuple[Copy, ...]] = []
-        for page_hash in hashes:
-            copies = []
-            for group in instance.geometry.groups:
-                digest = StateKey(instance.namespace, page_hash, group).digest
-                copy = next(filter(None, (self.catalogue.find(digest, t) for t in tiers)), None)
-                if copy is not None:
-                    copies.append(copy)
-            if len(copies) < len(instance.geometry.groups):
-                break
-            found.append(tuple(copies))
+        find, (first, *others) = self.catalogue.find, tiers
+        columns: list[list[Copy]] = []
+        for digest_of in instance.digests:
+            column: list[Copy] = []
+            for page_hash in hashes[: len(columns[-1])] if columns else hashes:
+                digest = digest_of[page_hash]
+                copy = find(digest, first) or next(
+                    filter(None, (find(digest, tier) for tier in others)), None
+                )
+                if copy is None:
+                    break
+                column.append(copy)
+            columns.append(column)
+        found = tuple(zip(*columns, strict=False))  # as far as every group of a page is there
         # From the end, so that eviction takes a prefix's tail before its head.
-        for copy in (copy for page in reversed(found) for copy in page):
+        copies = [copy for page in reversed(found) for copy in page]
+        for copy in copies:
             self.catalogue.pin(copy)
-            self.catalogue.touch(copy)
-        lease = PrefixLease(
-            instance, hashes[: len(found)], tuple(found), self._release_from_any_thread
-        )
+        self._note_demand(instance, hashes, copies)
+        lease = PrefixLease(instance, hashes[: len(found)], found, self._release_from_any_thread)
         self._leases.add(lease)
         return lease
+
+    def _note_demand(
+        self, instance: Instance, hashes: Sequence[bytes], copies: Sequence[Copy]
+    ) -> None:
+        """Tell the policies what a foreground query asked for, and what it got."""
+        catalogue = self.catalogue
+        catalogue.look_up(copies)
+        if catalogue.lfu:
+            digests = [digest_of[h] for digest_of in instance.digests for h in hashes]
+            catalogue.lfu.record(hashes_of(digests))
+        in_dram = {copy.digest: copy for copy in copies if copy.tier is Tier.DRAM}
+        wanted = [in_dram[digest] for digest in catalogue.writes.query(list(in_dram))]
+        if wanted and self._save.accepts(WriteBatch):
+            for copy in wanted:
+                catalogue.queue_write(copy)
+            for some in pack(wanted, lambda copy: (copy.nbytes, 1), self._write_limit_nbytes()):
+                batch = WriteBatch(catalogue, tuple(some))
+                if not self._save.offer(batch):
+                    batch.abandon(Dropped("the queue of writes is full"))
 
     def _release_from_any_thread(self, lease: PrefixLease) -> None:
         if threading.current_thread() is self._thread:
@@ -443,24 +508,20 @@ class Core:
         self, lease: PrefixLease, destinations: dict[bytes, int], ready: object | None = None
     ) -> Ticket:
         """Check every destination; then cut by tier into batches, and send them off."""
-        _check_ready(ready)
+        check_ready(ready)
         instance = lease.instance
         self._check_open(instance)
-        if lease.spent:
-            raise Closed("the lease was released or restored before")
-        unknown = [page_hash.hex()[:16] for page_hash in destinations.keys() - set(lease.hashes)]
-        if unknown:
-            raise DestinationError(f"pages {', '.join(sorted(unknown))}...: not in the lease")
-        instance.tensors.check_indices(destinations.values(), distinct=True)
+        check_destinations(lease, destinations)
 
         def conclude(done: tuple[bytes, ...], not_done: tuple[bytes, ...]) -> Outcome:
             return Restored(done, not_done, ticket.ready) if done else Miss(not_done)
 
         ticket = Ticket(conclude)
         groups = tuple(instance.geometry.groups.values())
+        from_ssd = self._ssd_station(instance.tensors)
         work: dict[type[RestoreBatch], list[tuple[Copy, Destination]]] = {
             FetchBatch: [],
-            ReadBatch: [],
+            from_ssd: [],
         }
         for page_hash, copies in zip(lease.hashes, lease.copies, strict=True):
             for copy, slots in zip(copies, groups, strict=True):
@@ -468,12 +529,19 @@ class Core:
                     self.catalogue.unpin(copy)
                     continue
                 target = Destination(page_hash, destinations[page_hash], slots)
-                work[FetchBatch if copy.tier is Tier.DRAM else ReadBatch].append((copy, target))
+                work[FetchBatch if copy.tier is Tier.DRAM else from_ssd].append((copy, target))
         lease.spent = True
         self._leases.discard(lease)
         batches = self._cutter.restore(ticket, instance.tensors, work, self._fetch, ready)
         self._send_off(instance, ticket, self._fetch, batches)
         return ticket
+
+    def _ssd_station(self, tensors: PagedTensors) -> type[RestoreBatch]:
+        """Where copies on SSD are submitted: S, where cuFile reads for these pages; else U."""
+        direct = tensors.device is not None and not tensors.bridged
+        if direct and self.devices.direct["restore"].takes(tensors.device):
+            return DirectReadBatch
+        return ReadBatch
 
     async def flush(self, *, evict_dram: bool) -> Flushed:
         """Write what SSD lacks, waiting where writeback would drop; then evict, if asked to."""
@@ -483,17 +551,19 @@ class Core:
             fresh = [copy for copy in wanted if not copy.write_queued]
             for copy in fresh:
                 self.catalogue.queue_write(copy)
-            limit_nbytes = min(
-                self._save.batch_nbytes(WriteBatch),
-                TARGET_BATCH_NBYTES,
-                self.catalogue.pool.capacity_nbytes,
-            )
-            for some in pack(fresh, lambda copy: (copy.nbytes, 1), limit_nbytes):
+            for some in pack(fresh, lambda copy: (copy.nbytes, 1), self._write_limit_nbytes()):
                 await self._save.submit(WriteBatch(self.catalogue, tuple(some)))
             await self.catalogue.written([*wanted, *self.catalogue.queued_writes()])
             unwritten = self._unwritten()
         evicted_nbytes = self.catalogue.evict_unpinned(Tier.DRAM) if evict_dram else 0
         return Flushed(len(unwritten), evicted_nbytes)
+
+    def _write_limit_nbytes(self) -> int:
+        return min(
+            self._save.batch_nbytes(WriteBatch),
+            TARGET_BATCH_NBYTES,
+            self.catalogue.pool.capacity_nbytes,
+        )
 
     def _unwritten(self) -> list[Copy]:
         return [
@@ -551,11 +621,18 @@ class Core:
             {name: runtime.unavailable for name, runtime in pipelines.items()},
         )
 
+    def graphs(self) -> list[tuple[Graph, Mapping[str, str]]]:
+        """Both graphs as they run, each with the nodes that are off here, and why."""
+        return [(runtime.graph, runtime.unavailable) for runtime in (self._save, self._fetch)]
+
+    def faults(self) -> list[str]:
+        """Tell of each pipeline that a bug has stopped."""
+        return [str(runtime.fault) for runtime in (self._save, self._fetch) if runtime.fault]
+
     async def leaks(self) -> list[str]:
         """List everything that is not as it must be at rest."""
         found = self.catalogue.leaks() + self._save.leaks() + self._fetch.leaks()
-        for lane in self._cuda_lanes:
-            found += [leak for stream in lane.streams.values() for leak in stream.leaks()]
+        found += self.devices.leaks()
         if self._leases:
             found.append(f"{len(self._leases)} leases")
         if tickets := sum(len(instance.tickets) for instance in self._instances):
@@ -563,26 +640,41 @@ class Core:
         return found
 
 
-def _check_ready(ready: object | None) -> None:
+def check_ready(ready: object | None) -> None:
+    """Refuse an engine's event that nothing can wait for."""
     waits = ready is None or isinstance(ready, BlockingEvent)
     if not waits or inspect.iscoroutinefunction(getattr(ready, "wait", None)):
         raise TypeError(f"ready {ready!r}; accepted: an event that a thread can wait() for")
 
 
-def _check_hashes(hashes: Iterable[object]) -> None:
+def check_destinations(lease: PrefixLease, destinations: Mapping[bytes, int]) -> None:
+    """Refuse a restore of a lease that is spent, or to pages that cannot be; nothing has moved."""
+    if lease.spent:
+        raise Closed("the lease was released or restored before")
+    unknown = [page_hash.hex()[:16] for page_hash in destinations.keys() - set(lease.hashes)]
+    if unknown:
+        raise DestinationError(f"pages {', '.join(sorted(unknown))}...: not in the lease")
+    lease.instance.tensors.check_indices(destinations.values(), distinct=True)
+
+
+def check_hashes(hashes: Iterable[object]) -> None:
+    """Refuse page hashes that are not bytes."""
     strange = [page_hash for page_hash in hashes if not isinstance(page_hash, bytes)]
     if strange:
         raise DestinationError(f"page hash {strange[0]!r}; accepted: bytes")
 
 
-def _open_tiers(config: Config) -> Catalogue:
-    pool = Pool(config.pool_nbytes, lock_memory=config.lock_memory)
-    if not config.ssd_cache_paths:
-        return Catalogue(pool, None)
-    store = ExtentStore(
-        config.ssd_cache_paths[0], config.ssd_cache_capacity_nbytes, persist=config.ssd_persist
-    )
-    return Catalogue(pool, store)
+def _why_off(runtime: Runtime, stage: str) -> str | None:
+    """Why no node of a pipeline runs a stage; None where one does."""
+    nodes = [
+        node.id
+        for node in runtime.graph.nodes.values()
+        if stage in [use.name for use in node.stages]
+    ]
+    reasons = [runtime.unavailable[node_id] for node_id in nodes if node_id in runtime.unavailable]
+    if not nodes:
+        return f"{runtime.graph.name!r} has no {stage!r}"
+    return reasons[0] if len(reasons) == len(nodes) else None
 
 
 def _logger() -> structlog.stdlib.BoundLogger:

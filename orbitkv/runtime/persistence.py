@@ -10,12 +10,17 @@ from typing import Any, Self
 
 import structlog
 
+from orbitkv.cache.admission import TinyLfu, WritePolicy
 from orbitkv.cache.catalogue import Catalogue, Copy
 from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
-from orbitkv.config import Config
+from orbitkv.cache.retention import Retention
+from orbitkv.config import KIB, Config
 from orbitkv.errors import StoreError
+from orbitkv.probe import driver_unavailable
 from orbitkv.runtime.lanes import drain_task
+
+LFU_OBJECT_NBYTES = 256 * KIB  # objects to expect in a pool; a sketch grows where they are smaller
 
 
 class Persistence:
@@ -91,12 +96,20 @@ async def open_tiers(config: Config) -> Catalogue:
 
 
 def _open(config: Config) -> Catalogue:
+    compiled = config.compile_policies
+    if compiled is None:
+        compiled = driver_unavailable() is None
     pool = Pool(config.pool_nbytes, lock_memory=config.lock_memory)
-    if not config.ssd_cache_paths:
-        return Catalogue(pool, None)
+    store = None
+    if config.ssd_cache_paths:
+        store = ExtentStore[Copy](
+            config.ssd_cache_paths, config.ssd_cache_capacity_nbytes, persist=config.ssd_persist
+        )
+    entries = pool.capacity_nbytes // LFU_OBJECT_NBYTES
     return Catalogue(
         pool,
-        ExtentStore(
-            config.ssd_cache_paths, config.ssd_cache_capacity_nbytes, persist=config.ssd_persist
-        ),
+        store,
+        Retention(pool.capacity_nbytes, config.cache_protected_percent, compiled=compiled),
+        write_policy=WritePolicy(config.ssd_write_policy),
+        lfu=TinyLfu(entries, compiled=compiled) if config.enable_lfu_admission else None,
     )

@@ -7,6 +7,9 @@ rest wait first in, first out. Ways to leave it early are few, and all of them a
   after the kernel is done with the buffer.
 - An operation that still waits in the lane is withdrawn when its awaiter is cancelled.
 - ``close`` takes no new work, lets what is queued and in flight end, and then frees the lane.
+
+Somebody waits for a read, nobody for a write: lanes that share a ``Demand`` hold their writes back
+while any of them has reads.
 """
 
 from __future__ import annotations
@@ -60,6 +63,44 @@ Outcome = int | OSError | Future[Any]  # bytes moved, a refusal, or an ended hos
 Ended = tuple["Batch", int, Outcome]  # an operation by its position, and what came of it
 
 
+class Demand:
+    """Reads that are queued or in flight, over all lanes of one manager.
+
+    While there are any, a lane starts a write only when it has nothing in flight: one at a time.
+    So a read never waits behind more than one write a lane that was started after it, and writes
+    that go on are not lost: what waits too long is evicted before it is written.
+    """
+
+    def __init__(self) -> None:
+        self._reads = 0
+        self._lanes: list[FifoLane] = []
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether somebody waits for a read."""
+        return self._reads > 0
+
+    def join(self, lane: FifoLane) -> None:
+        """Tell this lane when its writes need not be held back any more."""
+        self._lanes.append(lane)
+
+    def __enter__(self) -> None:
+        """Note that a read was asked for."""
+        self._reads += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Note that it has ended, whatever came of it."""
+        self._reads -= 1
+        if not self._reads:
+            for lane in self._lanes:
+                lane.resume()
+
+
 class Batch:
     """Operations of one call, in order; ``operations[:issued]`` have been submitted."""
 
@@ -82,6 +123,9 @@ class FifoLane:
     A subclass submits from ``_issue`` what ``_claim`` hands it. When the kernel is done it calls
     ``_settle`` on the loop, or ``_tell`` on another thread.
 
+    Args:
+        demand: Of all lanes that hold their writes back for each other's reads. None: of this one.
+
     Raises:
         ValueError: ``depth`` is not positive; later, from a call, a transfer that no lane can do.
         RuntimeError: a call before ``start`` or after ``close``.
@@ -89,13 +133,17 @@ class FifoLane:
 
     backend: str
 
-    def __init__(self, name: str, *, depth: int, threads: int) -> None:
+    def __init__(
+        self, name: str, *, depth: int, threads: int, demand: Demand | None = None
+    ) -> None:
         if depth < 1:
             raise ValueError(f"lane {name!r}: depth is {depth}, wanted 1 or more")
         self.name = name
         self.depth = depth
         self.in_flight = 0
         self.buffers_refused: str | None = None
+        self._demand = demand or Demand()
+        self._demand.join(self)
         self._threads = ThreadPoolExecutor(threads, f"lane-{name}")  # starts them when needed
         self._ended: deque[Ended] = deque()
         self._loop: asyncio.AbstractEventLoop
@@ -138,7 +186,8 @@ class FifoLane:
         """
         for transfer in transfers:
             check_transfer(transfer, into_buffer=True)
-        return cast("list[int | OSError]", await self._run(Verb.READ, list(transfers)))
+        with self._demand:
+            return cast("list[int | OSError]", await self._run(Verb.READ, list(transfers)))
 
     async def write_many(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
         """Write every buffer to its file. Gives per transfer the bytes moved, or the refusal."""
@@ -247,14 +296,24 @@ class FifoLane:
         self._flush_is_due = False
         self._issue()
 
+    def resume(self) -> None:
+        """Submit what was held back."""
+        if self._queued:
+            self._flush_soon()
+
     def _has_work(self) -> bool:
-        return bool(self._queued) and self.in_flight < self.depth
+        return bool(self._queued) and self._room() > 0
+
+    def _room(self) -> int:
+        """How many operations of the oldest batch may be submitted now."""
+        held_back = self._demand.is_waiting and self._queued[0].verb is Verb.WRITE
+        return (1 if held_back else self.depth) - self.in_flight
 
     def _claim(self, at_most: int) -> tuple[Batch, range]:
         """Claim operations of the oldest batch, by position; at least one if ``_has_work``."""
         batch = self._queued[0]
         first = batch.issued
-        claimed = min(at_most, len(batch.operations) - first, self.depth - self.in_flight)
+        claimed = min(at_most, len(batch.operations) - first, self._room())
         batch.issued = first + claimed
         if batch.issued == len(batch.operations):
             self._queued.popleft()
@@ -326,8 +385,8 @@ class PreadLane(FifoLane):
 
     backend = "preadv"
 
-    def __init__(self, name: str, *, depth: int) -> None:
-        super().__init__(name, depth=depth, threads=depth)
+    def __init__(self, name: str, *, depth: int, demand: Demand | None = None) -> None:
+        super().__init__(name, depth=depth, threads=depth, demand=demand)
 
     def _issue(self) -> None:
         while self._has_work():

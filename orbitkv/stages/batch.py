@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import structlog
@@ -178,10 +178,24 @@ class SealedBatch(EncodedBatch):
     """From C to D: every segment has its CRC.
 
     Attributes:
-        taken: Ends with the digests of the objects that go straight to SSD. None: none do.
+        direct: The batch of the direct route that has the same images. None: there is none.
     """
 
-    taken: asyncio.Future[frozenset[bytes]] | None = None
+    direct: DirectWrite | None = None
+
+
+class DirectWrite(Protocol):
+    """What D has to know of a batch that goes straight to SSD."""
+
+    @property
+    def wanted(self) -> AbstractSet[bytes]:
+        """Digests of the objects that are to be on SSD."""
+        ...
+
+    @property
+    def taken(self) -> Awaitable[AbstractSet[bytes]]:
+        """Ends with those of them that the direct route writes."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -110,5 +110,3 @@ async def _read(batch: DirectReadBatch, piece: Piece, slot: Slot, ctx: StageCont
         if at + nbytes > moved_nbytes:
             short = ShortRead(piece.offset, moved_nbytes, piece.nbytes)
             batch.unread.setdefault(number, short)
-        else:
-            ctx.catalogue.touch(batch.items[number][0])

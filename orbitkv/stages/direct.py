@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,9 @@ class DirectWriteBatch:
     Args:
         jobs: Of the route, by GPU: counts this one until it ends.
         workspace: Where the images lie; shared with D's batch.
+        digests: Of each image.
         layouts: Of each image, where they are known beforehand.
+        wanted: Digests of the objects that are to be on SSD.
 
     Attributes:
         taken: Ends with the digests of the objects whose extents are reserved.
@@ -45,6 +48,7 @@ class DirectWriteBatch:
         workspace: Workspace,
         digests: Sequence[bytes],
         layouts: Sequence[Layout],
+        wanted: AbstractSet[bytes],
     ) -> None:
         assert tensors.device is not None
         self.device = tensors.device
@@ -56,6 +60,7 @@ class DirectWriteBatch:
         self.workspace = workspace
         self.digests = tuple(digests)
         self.layouts = tuple(layouts)
+        self.wanted = wanted
         self.taken: asyncio.Future[frozenset[bytes]] = asyncio.get_running_loop().create_future()
         self.leave_workspace = workspace.share()
         self._ended = False
@@ -68,7 +73,7 @@ class DirectWriteBatch:
 
     def refuse(self) -> None:
         """Leave all of it to D and U."""
-        self.catalogue.counters["direct_refused"] += len(self.digests)
+        self.catalogue.counters["direct_refused"] += len(self.wanted)
         self.end()
 
     def end(self) -> None:
@@ -114,6 +119,7 @@ class DirectWrites:
             return False
         self.extents.append(extent)
         self._left_nbytes.append(nbytes)
+        self.catalogue.pending_writes[digest] += 1
         return True
 
     def begin_piece(self) -> None:
@@ -148,6 +154,7 @@ class DirectWrites:
         elif self.catalogue.admit(extent):
             counters["direct_writes"] += 1
             counters["direct_written_nbytes"] += extent.nbytes
+        self.catalogue.end_pending(extent.digest)
         self.catalogue.unpin(extent)
 
 

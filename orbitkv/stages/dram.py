@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import ClassVar
 
 import numpy as np
@@ -69,23 +70,20 @@ class StoreDram:
             for entry, nbytes in zip(batch.objects, lengths, strict=True):
                 assert entry.home
                 catalogue.shrink(entry.home, nbytes)
-        admitted: list[Copy] = []
         # From the end, so that eviction takes a prefix's tail before its head.
-        for entry in reversed(batch.objects):
-            assert entry.home
-            if catalogue.admit(entry.home):
-                admitted.insert(0, entry.home)
+        homes = [entry.home for entry in reversed(batch.objects) if entry.home]
+        admitted = catalogue.admit_all(homes)[::-1]
         if not batch.codecs.chosen_raw:
             _count(batch, catalogue.counters)
         batch.release()
         batch.part.settle(done=batch.part.hashes)
         outputs: dict[str, WriteBatch | PeerBatch] = {}
-        taken = await batch.taken if batch.taken else frozenset()
-        unwritten = tuple(copy for copy in admitted if copy.digest not in taken)
-        if unwritten and "write" in ctx.live_outputs:
+        if "write" in ctx.live_outputs:
+            unwritten = await _unwritten(batch, admitted)
             for copy in unwritten:
                 catalogue.queue_write(copy)
-            outputs["write"] = WriteBatch(catalogue, unwritten)
+            if unwritten:
+                outputs["write"] = WriteBatch(catalogue, unwritten)
         if admitted and "peer" in ctx.live_outputs:
             outputs["peer"] = PeerBatch(catalogue, tuple(admitted))
         return outputs
@@ -111,11 +109,18 @@ class ServeDram:
         if isinstance(batch, LoadedBatch):
             faults = await ctx.lane.run(_find_faults, batch)
             batch.reject(faults, ctx.log)
-            for copy, _ in batch.items:
-                ctx.catalogue.admit(copy)
-        for copy, _ in batch.items:
-            ctx.catalogue.touch(copy)
+            ctx.catalogue.admit_all([copy for copy, _ in reversed(batch.items)])
         return {"out": batch.become(ResidentBatch)}
+
+
+async def _unwritten(batch: SealedBatch, admitted: Sequence[Copy]) -> tuple[Copy, ...]:
+    """What U is to write: what the policy wants, less what goes straight to SSD."""
+    wanted: AbstractSet[bytes]
+    if batch.direct is None:
+        wanted = set(batch.catalogue.writes.save([copy.digest for copy in admitted]))
+    else:
+        wanted = batch.direct.wanted - await batch.direct.taken
+    return tuple(copy for copy in admitted if copy.digest in wanted)
 
 
 async def _receive(batch: SealedBatch, ctx: StageContext) -> None:

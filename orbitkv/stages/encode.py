@@ -151,7 +151,7 @@ class Crc32:
             batch.lease,
             batch.workspace,
             batch.bridge,
-            direct.taken if direct else None,
+            direct,
         )
         return {"dram": sealed, "direct": direct} if direct else {"dram": sealed}
 
@@ -169,14 +169,17 @@ def _open_direct(batch: EncodedBatch, ctx: StageContext) -> DirectWriteBatch | N
     if not route.takes(device) or route.jobs[device] >= MOST_JOBS:
         batch.catalogue.counters["direct_refused"] += len(batch.objects)
         return None
+    digests = [entry.key.digest for entry in batch.objects]
+    wanted = frozenset(batch.catalogue.writes.save(digests))
     return DirectWriteBatch(
         route.jobs,
         batch.part,
         batch.catalogue,
         batch.tensors,
         batch.workspace,
-        [entry.key.digest for entry in batch.objects],
+        digests,
         [entry.layout for entry in batch.objects if entry.layout],
+        wanted,
     )
 
 

@@ -158,7 +158,6 @@ class ReadExtents:
             source = _source(copy)
             fault = _fault(source, result, ShortRead)
             if fault is None:
-                ctx.catalogue.touch(source)
                 readable.append((copy, destination))
                 continue
             ctx.catalogue.counters["ssd_read_faults"] += 1

@@ -156,7 +156,7 @@ async def _whole_images(batch: DirectWriteBatch) -> list[Image]:
         for digest, address, layout, (first, end) in zip(
             batch.digests, workspace.images, layouts, ranges, strict=True
         )
-        if not tasks.faults[first:end].any()
+        if digest in batch.wanted and not tasks.faults[first:end].any()
     ]
 
 

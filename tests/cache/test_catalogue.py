@@ -105,9 +105,9 @@ def test_eviction_takes_the_least_recently_used_that_nobody_reads() -> None:
         catalogue = opened(blocks=4)
         old, pinned, touched, young = [await admitted(catalogue, name) for name in range(4)]
         catalogue.pin(pinned)
-        catalogue.touch(touched)
-        catalogue.touch(old)
-        catalogue.touch(pinned)  # the order is now: young, touched, old, pinned
+        catalogue.touch([touched])
+        catalogue.touch([old])
+        catalogue.touch([pinned])  # the order is now: young, touched, old, pinned
         first, second = await reserved(catalogue, want("x"), want("y"))
         assert [copy.hidden for copy in (old, pinned, touched, young)] == [0, 0, 1, 1]
         assert catalogue.counters["evicted_dram"] == 2
@@ -665,7 +665,7 @@ class CatalogueAgainstModel(RuleBasedStateMachine):
     @rule(choice=choices)
     def touch(self, choice: int) -> None:
         if copy := self._pick(choice, held=False):
-            self.catalogue.touch(copy)
+            self.catalogue.touch([copy])
 
     @rule()
     def evict(self) -> None:

@@ -42,15 +42,8 @@ def test_interpreted_policies_import_no_numba() -> None:
     assert run.stdout == "False\n"
 
 
-def test_compiled_loops_call_compiled_loops() -> None:
-    made = loops((double, double_all), compiled=True)
-    words = np.arange(4)
-    assert made.double_all(words) == 12
-    assert words.tolist() == [0, 2, 4, 6]
-    assert made.double.signatures
-
-
-def test_loops_compile_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     njit = numba.njit
 
     def njit_without_cache(**options: object) -> Callable[..., object]:
@@ -59,5 +52,39 @@ def test_loops_compile_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch
         return njit(**options)
 
     monkeypatch.setattr(numba, "njit", njit_without_cache)
+
+
+def test_compiled_loops_are_the_same_loops() -> None:
+    made = loops((double, double_all), compiled=True)
+    words = np.arange(4)
+    assert made.double_all(words) == 12
+    assert words.tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.usefixtures("_nothing_is_kept")
+def test_compiled_loops_call_compiled_loops_where_nothing_can_be_kept() -> None:
     made = compiled._compile.__wrapped__((double, double_all))
     assert made.double_all(np.arange(4)) == 12
+    assert made.double.signatures
+
+
+def test_what_was_kept_of_a_loop_is_not_used_once_one_that_it_calls_has_changed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "above.py").write_text(
+        "from below import scaled\n\ndef scaled_twice(value):\n    return scaled(scaled(value))\n"
+    )
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from above import scaled_twice; from below import scaled\n"
+        "from orbitkv.cache.compiled import loops\n"
+        "made = loops((scaled, scaled_twice), compiled=True)\n"
+        "print(made.scaled_twice(1), sum(made.scaled_twice.stats.cache_hits.values()))"
+    )
+    printed = []
+    for factor in (3, 3, 5):
+        (tmp_path / "below.py").write_text(f"def scaled(value):\n    return value * {factor}\n")
+        command = [sys.executable, "-B", "-W", "error", "-c", code, str(tmp_path)]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        printed.append(run.stdout)
+    assert printed == ["9 0\n", "9 1\n", "25 0\n"]

@@ -7,9 +7,11 @@ import errno
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from orbitkv import Config, Manager
@@ -173,6 +175,200 @@ def test_lane_that_fails_as_a_whole_is_a_bug_that_stops_saves_and_nothing_else(
     assert rest(manager) == []
 
 
+# Writeback -------------------------------------------------------------------------------------
+
+
+def test_disk_that_fills_up_in_the_middle_of_a_batch_keeps_what_was_written_before(
+    open_manager: ManagerFactory, ssd_path: Path
+) -> None:
+    lanes, seen = Lanes(), []
+
+    def full_after_two(transfer: Transfer) -> int | OSError | None:
+        seen.append(transfer.offset)
+        return refusal(errno.ENOSPC) if len(seen) > 2 else None
+
+    lanes.on_write = full_after_two
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
+    engine = Engine.register(manager)
+    wanted = [engine.page(index) for index in range(PAGES)]
+    engine.save(numbered(PAGES))
+    assert comes_to_count(manager, "ssd_write_faults", PAGES - 2)
+    assert rest(manager) == []
+    assert len(seen) == PAGES
+    assert manager.statistics().ssd_used_nbytes == 2 * BLOCK
+    lanes.on_write = None
+    assert manager.flush(evict_dram=True).unwritten == 0
+    engine.clear()
+    assert set(engine.restored(numbered(PAGES))) == set(numbered(PAGES))
+    assert [engine.page(index) for index in range(PAGES)] == wanted
+
+
+def test_failed_write_of_a_page_that_was_evicted_is_made_good_by_the_next_save(
+    open_manager: ManagerFactory, ssd_path: Path
+) -> None:
+    lanes = Lanes(on_write=lambda transfer: refusal(errno.EIO))
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
+    engine = Engine.register(manager)
+    engine.save(numbered(1))
+    assert manager.flush(evict_dram=True).unwritten == 1
+    assert engine.hits([page_hash(0)]) == 0
+    lanes.on_write = None
+    assert engine.save(numbered(1)).stored == (page_hash(0),)
+    assert comes_to_count(manager, "ssd_writes", 1)
+    assert engine.copy(page_hash(0), Tier.SSD)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("inflight", [1, 2, 8])
+def test_writes_pin_no_more_objects_than_may_be_written_at_once(
+    open_manager: ManagerFactory, ssd_path: Path, backend: str, inflight: int
+) -> None:
+    lanes, pinned = Lanes(), []
+    manager = open_manager(
+        lanes=lanes, ssd_cache_paths=ssd_path, ssd_write_inflight=inflight, ssd_backend=backend
+    )
+    engine = Engine.register(manager, pages=64)
+
+    def count(transfer: Transfer) -> None:
+        copies = manager.core.catalogue.copies(Tier.DRAM)
+        pinned.append(sum(copy.pins > 0 for copy in copies))
+
+    lanes.on_write = count
+    for first in (0, 20):
+        engine.save({page_hash(first + index): first + index for index in range(20)})
+    assert manager.flush().unwritten == 0
+    assert len(pinned) == 40
+    assert max(pinned) == inflight
+
+
+def test_saturated_queue_counts_each_write_once_and_every_one_can_be_made_later(
+    open_manager: ManagerFactory, ssd_path: Path
+) -> None:
+    """One object in U, one batch on the edge, the rest dropped; then what waits is evicted."""
+    lanes, gate = Lanes(), Gate()
+    lanes.before["ring:write"] = gate.pass_through
+    manager = open_manager(
+        lanes=lanes,
+        pool_nbytes=4 * BLOCK,
+        ssd_cache_paths=ssd_path,
+        ssd_write_inflight=1,
+        ssd_write_queue_depth=1,
+    )
+    engine = Engine.register(manager)
+    engine.save({page_hash(0): 0})
+    gate.await_arrival()
+    for index in range(1, 4):
+        engine.save({page_hash(index): index})
+    queued = engine.copy(page_hash(1), Tier.DRAM)
+    assert counters(manager)["ssd_writes_dropped"] == 2
+    for index in range(4, 7):  # takes the room of all but the one that is being written
+        engine.save({page_hash(index): index})
+    assert queued.hidden
+    assert queued.memory is None, "a queued write kept the memory of an evicted object"
+    assert engine.hits([page_hash(0)]) == 1
+    gate.open()
+    assert comes_to_count(manager, "ssd_writes_dead", 1)
+    assert counters(manager)["ssd_writes"] == 1
+    assert counters(manager)["ssd_writes_dropped"] == 2 + 3
+    assert manager.flush().unwritten == 0
+    engine.save({page_hash(1): 1})  # one that was dead
+    engine.save({page_hash(2): 2})  # one that was dropped, and evicted since
+    assert manager.flush().unwritten == 0
+    assert all(engine.copy(page_hash(index), Tier.SSD) for index in (0, 1, 2, 4, 5, 6))
+
+
+def test_what_runs_is_the_definition_with_the_settings_in_it(
+    open_manager: ManagerFactory, ssd_path: Path
+) -> None:
+    manager = open_manager(
+        ssd_cache_paths=ssd_path,
+        ssd_write_inflight=3,
+        ssd_prefetch_inflight=5,
+        ssd_write_queue_depth=7,
+    )
+    save = manager.core._save.graph
+    assert save.nodes["U"].depth == 3
+    assert save.into("U")[0].max_items == 7
+    depths = {lane.name: lane.depth for lane in manager.core._io_lanes}
+    assert depths == {"ring:write": 3, "ring:read": 5}
+
+
+def test_pages_on_several_ssd_files_pass_through_registered_memory(
+    open_manager: ManagerFactory, tmp_path: Path
+) -> None:
+    manager = open_manager(
+        ssd_cache_paths=(tmp_path / "a", tmp_path / "b"),
+        ssd_cache_capacity_nbytes=8 * BLOCK,
+        lock_memory=True,
+    )
+    engine = Engine.register(manager, pages=8)
+    wanted = [engine.page(index) for index in range(8)]
+    engine.save(numbered(8))
+    assert manager.flush(evict_dram=True).unwritten == 0
+    assert {engine.copy(page_hash(index), Tier.SSD).shard for index in range(8)} == {0, 1}
+    engine.clear()
+    assert set(engine.restored(numbered(8))) == set(numbered(8))
+    assert [engine.page(index) for index in range(8)] == wanted
+
+
+def test_demand_read_holds_writes_back_to_one_at_a_time(
+    open_manager: ManagerFactory, ssd_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = open_manager(ssd_cache_paths=ssd_path, ssd_backend="preadv")
+    engine = Engine.register(manager, pages=24)
+    engine.save(numbered(1))
+    manager.flush(evict_dram=True)
+    reading, writing = Gate(), Gate()
+    writing.open()
+    pread, pwrite = os.preadv, os.pwritev
+    counting = threading.Lock()
+    at_once = [0, 0]  # now, at most
+
+    def held_preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reading.pass_through()
+        return pread(fd, buffers, offset)
+
+    def counted_pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
+        with counting:
+            at_once[0] += 1
+            at_once[1] = max(at_once)
+        try:
+            writing.pass_through()
+            return pwrite(fd, buffers, offset)
+        finally:
+            with counting:
+                at_once[0] -= 1
+
+    monkeypatch.setattr(os, "preadv", held_preadv)
+    monkeypatch.setattr(os, "pwritev", counted_pwritev)
+    ticket = manager.restore(manager.query(engine.instance, [page_hash(0)]), {page_hash(0): 23})
+    reading.await_arrival()
+    engine.save({page_hash(index): index for index in range(1, 12)})
+    assert manager.flush().unwritten == 0, "writes were starved by a read that does not end"
+    assert at_once == [0, 1]
+    writing = Gate()
+    engine.save({page_hash(index): index for index in range(12, 23)})
+    writing.await_arrival()
+    reading.open()
+    assert isinstance(ticket.result(WAIT_S), Restored)
+    assert comes_true(lambda: at_once[0] == 8), "the depth of the lane is not used again"
+    writing.open()
+    assert manager.flush().unwritten == 0
+
+
+def comes_to_count(manager: Manager, name: str, count: int) -> bool:
+    return comes_true(lambda: counters(manager).get(name, 0) == count)
+
+
+def comes_true(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
 # Reading from SSD ------------------------------------------------------------------------------
 
 
@@ -293,6 +489,98 @@ def test_older_generation_in_an_extent_yields_a_miss(
     copy = engine.copy(page_hash(VICTIM), Tier.SSD)
     copy.generation += 100
     check_one_restore_leaves_out_the_victim(engine, wanted)
+
+
+def test_dram_restore_ends_while_a_read_from_ssd_has_not_begun(
+    open_manager: ManagerFactory, ssd_path: Path
+) -> None:
+    lanes, gate = Lanes(), Gate()
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
+    engine = Engine.register(manager)
+    wanted = [engine.page(index) for index in range(2)]
+    engine.save({page_hash("on ssd"): 0})
+    manager.flush(evict_dram=True)
+    engine.save({page_hash("in dram"): 1})
+    engine.clear()
+    lanes.before["ring:read"] = gate.pass_through
+    lease = manager.query(engine.instance, [page_hash("on ssd")])
+    slow = manager.restore(lease, {page_hash("on ssd"): 4})
+    gate.await_arrival()
+    assert engine.restored({page_hash("in dram"): 5}) == (page_hash("in dram"),)
+    assert engine.page(5) == wanted[1]
+    assert not slow.done
+    gate.open()
+    assert isinstance(slow.result(WAIT_S), Restored)
+    assert engine.page(4) == wanted[0]
+
+
+@pytest.mark.parametrize("pause", ["before", "after"])
+def test_unregister_during_a_read_returns_only_when_all_of_it_has_drained(
+    open_manager: ManagerFactory, ssd_path: Path, pause: str
+) -> None:
+    """Before the read is submitted, and when it is over but nobody has been told."""
+    lanes, gate = Lanes(), Gate()
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
+    engine = Engine.register(manager)
+    engine.save(numbered(3))
+    manager.flush(evict_dram=True)
+    getattr(lanes, pause)["ring:read"] = gate.pass_through
+    ticket = manager.restore(manager.query(engine.instance, list(numbered(3))), numbered(3))
+    gate.await_arrival()
+    leaving = in_thread(lambda: manager.unregister(engine.instance))
+    assert comes_to_refuse(engine)
+    assert leaving.is_alive(), "left while a read into its pages was under way"
+    gate.open()
+    assert ended(leaving)
+    assert isinstance(ticket.result(0), Restored)
+    assert manager.leaks() == []
+
+
+def test_cancel_after_the_disk_is_done_but_before_that_is_told_places_nothing(
+    open_manager: ManagerFactory, ssd_path: Path
+) -> None:
+    lanes, gate = Lanes(), Gate()
+    manager = open_manager(lanes=lanes, ssd_cache_paths=ssd_path)
+    engine = Engine.register(manager)
+    engine.save(numbered(2))
+    manager.flush(evict_dram=True)
+    engine.clear()
+    lanes.after["ring:read"] = gate.pass_through
+    ticket = manager.restore(manager.query(engine.instance, list(numbered(2))), numbered(2))
+    gate.await_arrival()
+    ticket.cancel()
+    held = manager.statistics().pool_used_nbytes
+    ended_early = ticket.done
+    gate.open()
+    assert not ended_early
+    assert held == 2 * BLOCK, "memory was freed before the lane had told of the read's end"
+    assert cancelled(ticket)
+    assert rest(manager) == []
+    assert all(engine.is_clear(index) for index in range(2))
+    lanes.after.clear()
+    assert len(engine.restored(numbered(2))) == 2
+
+
+@pytest.mark.parametrize("codec", ["none", "fp8"])
+def test_corrupt_object_on_ssd_is_repaired_by_the_next_save_whatever_it_is_stored_as(
+    open_manager: ManagerFactory, ssd_path: Path, codec: str
+) -> None:
+    manager = open_manager(ssd_cache_paths=ssd_path, storage_codec=codec)
+    engine = Engine.register(manager, geometry=toy_geometry(page_tokens=256))
+    for tensor in engine.tensors.values():  # what E4M3 holds exactly
+        tensor[:] = np.arange(tensor.size).reshape(tensor.shape) % 17 - 8
+    wanted = [engine.page(index) for index in range(PAGES)]
+    engine.save(numbered(PAGES))
+    stored = engine.copy(page_hash(VICTIM), Tier.DRAM).nbytes
+    assert (stored < len(wanted[0])) == (codec == "fp8")
+    manager.flush(evict_dram=True)
+    flip_file(ssd_path, victim_offset(engine) + 700, 4)
+    check_one_restore_leaves_out_the_victim(engine, wanted)
+    repaired(engine, wanted)
+    assert manager.flush(evict_dram=True).unwritten == 0
+    engine.clear()
+    assert engine.restored({page_hash(VICTIM): 0}) == (page_hash(VICTIM),)
+    assert engine.page(0) == wanted[VICTIM]
 
 
 # One flipped bit -------------------------------------------------------------------------------

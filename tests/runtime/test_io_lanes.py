@@ -12,12 +12,13 @@ import numpy.typing as npt
 import pytest
 
 from orbitkv.errors import Unavailable
-from orbitkv.runtime import preadv, uring
-from orbitkv.runtime.preadv import PreadLane, Transfer
-from orbitkv.runtime.uring import RingLane, open_io_lane, probe_io_uring
+from orbitkv.runtime import liburing, preadv, uring
+from orbitkv.runtime.liburing import probe_io_uring
+from orbitkv.runtime.preadv import Demand, PreadLane, Transfer
+from orbitkv.runtime.uring import RingLane, open_io_lane
 
 IoLane = RingLane | PreadLane
-OpenLane = Callable[[int], IoLane]
+OpenLane = Callable[..., IoLane]
 
 needs_ring = pytest.mark.skipif(probe_io_uring() is not None, reason=f"{probe_io_uring()}")
 
@@ -25,7 +26,7 @@ needs_ring = pytest.mark.skipif(probe_io_uring() is not None, reason=f"{probe_io
 @pytest.fixture(params=[pytest.param(RingLane, marks=needs_ring), PreadLane])
 def open_lane(request: pytest.FixtureRequest) -> OpenLane:
     lane_type: type[IoLane] = request.param
-    return lambda depth: lane_type("test", depth=depth)
+    return lambda depth, demand=None: lane_type("test", depth=depth, demand=demand)
 
 
 @pytest.fixture
@@ -464,7 +465,7 @@ def test_a_region_over_one_gib_is_registered_in_parts(monkeypatch: pytest.Monkey
         async with RingLane("test", depth=1) as lane:
             seen: list[list[int]] = []
 
-            def note_parts(ring: object, iovecs: list[uring.IoVec], count: int) -> int:
+            def note_parts(ring: object, iovecs: list[liburing.IoVec], count: int) -> int:
                 seen.append([iovecs[i].nbytes for i in range(count)])
                 return -errno.ENOMEM
 
@@ -518,7 +519,7 @@ def test_ring_indices_may_wrap(fd: int) -> None:
 
 
 def test_a_missing_library_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uring, "SONAME", "libabsent.so.2")
+    monkeypatch.setattr(liburing, "SONAME", "libabsent.so.2")
     reason = probe_io_uring()
     assert reason is not None
     assert "cannot load libabsent.so.2" in reason
@@ -538,11 +539,12 @@ def test_a_missing_library_is_named_with_its_package(monkeypatch: pytest.MonkeyP
 def test_a_kernel_that_refuses_is_explained_in_words(
     monkeypatch: pytest.MonkeyPatch, number: int, words: str
 ) -> None:
-    class RefusedLiburing(uring.Liburing):
+    class RefusedLiburing(liburing.Liburing):
         def __init__(self) -> None:
             super().__init__()
             monkeypatch.setattr(self, "queue_init", lambda *args: -number)
 
+    monkeypatch.setattr(liburing, "Liburing", RefusedLiburing)
     monkeypatch.setattr(uring, "Liburing", RefusedLiburing)
     reason = probe_io_uring()
     assert reason is not None
@@ -553,7 +555,7 @@ def test_a_kernel_that_refuses_is_explained_in_words(
 
 
 def test_uring_asked_for_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uring, "SONAME", "libabsent.so.2")
+    monkeypatch.setattr(liburing, "SONAME", "libabsent.so.2")
     events: list[str] = []
     with pytest.raises(Unavailable, match=r"cannot load libabsent\.so\.2"):
         open_io_lane("u", depth=1, backend="uring", log=lambda event, **_: events.append(event))
@@ -561,7 +563,7 @@ def test_uring_asked_for_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_auto_falls_back_to_threads_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uring, "SONAME", "libabsent.so.2")
+    monkeypatch.setattr(liburing, "SONAME", "libabsent.so.2")
     events: list[tuple[str, dict[str, str]]] = []
     lane = open_io_lane(
         "u", depth=1, backend="auto", log=lambda event, **fields: events.append((event, fields))
@@ -583,6 +585,117 @@ def test_auto_takes_io_uring_where_it_can_be_had() -> None:
 
 
 def test_preadv_asked_for_does_not_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uring, "SONAME", "libabsent.so.2")
+    monkeypatch.setattr(liburing, "SONAME", "libabsent.so.2")
     lane = open_io_lane("u", depth=1, backend="preadv", log=pytest.fail)
     assert lane.backend == "preadv"
+
+
+# Demand before writeback -----------------------------------------------------------------------
+
+
+def test_writes_go_one_at_a_time_while_reads_are_awaited_and_none_is_starved(
+    open_lane: OpenLane, fd: int
+) -> None:
+    async def main() -> None:
+        demand = Demand()
+        async with open_lane(4, demand) as lane:
+            with demand:
+                writes = [Transfer(fd, random_bytes(512), 512 * at) for at in range(20)]
+                assert await lane.write_many(writes) == [512] * 20
+            assert lane.statistics().peak_in_flight == 1
+
+    asyncio.run(main())
+
+
+def test_reads_are_held_back_by_no_reads(open_lane: OpenLane, fd: int) -> None:
+    async def main() -> None:
+        os.ftruncate(fd, 512 * 8)
+        demand = Demand()
+        async with open_lane(4, demand) as lane:
+            with demand:
+                reads = [Transfer(fd, np.zeros(512, np.uint8), 512 * at) for at in range(8)]
+                assert await lane.read_many(reads) == [512] * 8
+            assert lane.statistics().peak_in_flight == 4
+
+    asyncio.run(main())
+
+
+def test_writes_fill_the_depth_again_once_the_last_read_has_ended(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    write = os.pwritev
+
+    def gated_pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
+        gate.wait()
+        return write(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", gated_pwritev)
+
+    async def main() -> None:
+        demand = Demand()
+        async with PreadLane("test", depth=4, demand=demand) as lane:
+            seen = []
+            with demand:
+                with demand:
+                    transfers = [Transfer(fd, random_bytes(8), 8 * at) for at in range(9)]
+                    writes = asyncio.create_task(lane.write_many(transfers))
+                    await turns()
+                    seen.append(lane.in_flight)
+                await turns()
+                seen.append(lane.in_flight)  # one of two reads is still awaited
+            await turns()
+            seen.append(lane.in_flight)
+            gate.set()
+            assert await writes == [8] * 9
+            assert seen == [1, 1, 4]
+
+    asyncio.run(main())
+
+
+@needs_ring
+def test_lanes_that_share_demand_hold_writes_back_for_each_others_reads(fd: int) -> None:
+    """A read that hangs in the kernel, another that is queued behind it, then neither."""
+
+    async def main() -> None:
+        demand = Demand()
+        reader, writer = os.pipe()
+        target = np.zeros(1, np.uint8)
+        reading = RingLane("read", depth=1, demand=demand)
+        writing = RingLane("write", depth=4, demand=demand)
+        async with reading, writing:
+            reads = [
+                asyncio.create_task(reading.read(reader, target, 0)),
+                asyncio.create_task(reading.read(reader, target, 0)),
+            ]
+            await in_flight_is(reading, 1)
+            transfers = [Transfer(fd, random_bytes(8), 8 * at) for at in range(9)]
+            assert await writing.write_many(transfers) == [8] * 9
+            assert writing.statistics().peak_in_flight == 1
+            reads[1].cancel()
+            os.write(writer, b"x")
+            assert await reads[0] == 1
+            with pytest.raises(asyncio.CancelledError):
+                await reads[1]
+            assert not demand.is_waiting
+            assert await writing.write_many(transfers) == [8] * 9
+            assert writing.statistics().peak_in_flight == 4
+        os.close(reader)
+        os.close(writer)
+
+    asyncio.run(main())
+
+
+def test_refused_reads_and_strange_ones_are_not_awaited_any_more(
+    open_lane: OpenLane, fd: int
+) -> None:
+    async def main() -> None:
+        demand = Demand()
+        async with open_lane(2, demand) as lane:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                await lane.read(-1, np.zeros(1, np.uint8), 0)
+            with pytest.raises(ValueError, match="offset is -1"):
+                await lane.read(fd, np.zeros(1, np.uint8), -1)
+            assert not demand.is_waiting
+
+    asyncio.run(main())
