@@ -17,7 +17,7 @@ from orbitkv.cache.catalogue import Tier
 from orbitkv.config import KIB, MIB, parse_nbytes
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.pipeline import PACKAGED
-from orbitkv.runtime.core import Instance
+from orbitkv.runtime.instance import Instance
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import ResidentBatch
 

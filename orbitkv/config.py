@@ -87,7 +87,7 @@ class Config:
         compile_policies: Run the policies' loops compiled: 10 to 100 times as fast, for 0.4 s at
             start and 120 MiB. None: where there is an NVIDIA driver.
         query_budget_nbytes: Stored bytes that the leases of all instances may hold at once, from
-            the query until the last page is placed. None: the pool's.
+            the query until the last page is placed. None: any number.
         query_instance_budget_nbytes: The same for one instance. None: ``query_budget_nbytes``.
         lease_ttl_s: How long a lease that nobody restores is kept.
         storage_codec: Representation of stored segments; ``docs/codecs.md`` says what each does.

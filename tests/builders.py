@@ -20,7 +20,7 @@ from orbitkv.errors import Closed
 from orbitkv.graph import Node, Port
 from orbitkv.objects import HEADER_NBYTES, ROW_NBYTES, Bytes, payload_offsets
 from orbitkv.pipeline import PACKAGED
-from orbitkv.runtime.core import Instance
+from orbitkv.runtime.instance import Instance
 from orbitkv.runtime.runtime import OwnedLane
 from orbitkv.segment import Geometry, ModelIdentity, Role, Slot, StateKey
 from orbitkv.stages.base import Batch, IoLane, Outputs, StageContext, Transfer

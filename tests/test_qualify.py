@@ -19,7 +19,8 @@ import pytest
 from orbitkv import cli, qualify
 from orbitkv.engines import checkpoint, device
 from orbitkv.probe import cuda_unavailable
-from orbitkv.runtime.core import Instance, PrefixLease
+from orbitkv.runtime.instance import Instance
+from orbitkv.runtime.leases import PrefixLease
 
 ROOT = Path(__file__).parents[1]
 SMOLLM2 = Path(os.environ.get("ORBITKV_MODEL", ROOT / ".models" / "smollm2"))

@@ -1,8 +1,13 @@
-"""Budget: bytes granted before they are used, and given back when the last use has ended."""
+"""Budget: bytes granted before they are used, and given back when the last use has ended.
+
+``Budget`` is waited for; ``Quota`` is not: what does not fit now is refused.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Hashable
 
 from orbitkv.errors import ImpossibleRequest
 
@@ -77,3 +82,53 @@ class Budget:
                 return
             del self._waiting[granted]
             granted.set_result(self._grant(nbytes))
+
+
+class Quota:
+    """At most so many bytes claimed at once, by all owners and by each of them.
+
+    Args:
+        capacity_nbytes: Of all owners together.
+        each_nbytes: Of one owner.
+    """
+
+    def __init__(self, capacity_nbytes: int, each_nbytes: int) -> None:
+        self.capacity_nbytes = capacity_nbytes
+        self.each_nbytes = min(each_nbytes, capacity_nbytes)
+        self.used_nbytes = 0
+        self._used_by: Counter[Hashable] = Counter()
+
+    def used_by(self, owner: Hashable) -> int:
+        """Bytes that one owner has claimed."""
+        return self._used_by[owner]
+
+    def claim(self, owner: Hashable, nbytes: int) -> Claim | None:
+        """Take bytes now; None where they are not free. More than ``each_nbytes`` never are."""
+        free_nbytes = self.capacity_nbytes - self.used_nbytes
+        if nbytes > min(free_nbytes, self.each_nbytes - self._used_by[owner]):
+            return None
+        self._add(owner, nbytes)
+        return Claim(self, owner, nbytes)
+
+    def _add(self, owner: Hashable, nbytes: int) -> None:
+        self.used_nbytes += nbytes
+        self._used_by[owner] += nbytes
+        if not self._used_by[owner]:
+            del self._used_by[owner]
+
+
+class Claim:
+    """Bytes of a quota, until released. Releasing twice is harmless."""
+
+    __slots__ = ("_quota", "nbytes", "owner")
+
+    def __init__(self, quota: Quota, owner: Hashable, nbytes: int) -> None:
+        self._quota: Quota | None = quota
+        self.owner = owner
+        self.nbytes = nbytes
+
+    def release(self) -> None:
+        """Give the bytes back."""
+        quota, self._quota = self._quota, None
+        if quota is not None:
+            quota._add(self.owner, -self.nbytes)  # noqa: SLF001 - a claim is the quota's other half

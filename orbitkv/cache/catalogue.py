@@ -68,6 +68,19 @@ class Copy:
     skipped: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class Loading:
+    """An object on its way from SSD, for all who want it.
+
+    Attributes:
+        copy: Where it will be; pin it to be sure of it.
+        ended: Tells whether it was read. Nothing has checked it then.
+    """
+
+    copy: Copy
+    ended: asyncio.Future[bool]
+
+
 @dataclass(slots=True)
 class _Shelf:
     """One tier's copies: the findable ones by key, and all that hold bytes."""
@@ -91,6 +104,7 @@ class Catalogue:
         counters: Events by name.
         pending_writes: Keys whose write to SSD has been asked for, or is under way.
         writes: Judges what is to be written to SSD.
+        loading: Objects that are being read from SSD, by key.
     """
 
     def __init__(
@@ -108,6 +122,7 @@ class Catalogue:
         self.retention = retention or Retention(pool.capacity_nbytes, 0, compiled=False)
         self.counters: Counter[str] = Counter()
         self.pending_writes: Counter[bytes] = Counter()
+        self.loading: dict[bytes, Loading] = {}
         self._by_handle: dict[int, Copy] = {}
         self._generation = extents.first_generation if extents else 0
         self._write_ended: dict[Copy, list[asyncio.Future[None]]] = {}
@@ -249,6 +264,20 @@ class Catalogue:
         self.counters["pool_wait_expired"] += 1
         return None
 
+    def begin_loading(self, copies: Sequence[Copy]) -> list[Loading]:
+        """Let others join the reads of these copies."""
+        loop = asyncio.get_running_loop()
+        loadings = [Loading(copy, loop.create_future()) for copy in copies]
+        self.loading |= {loading.copy.digest: loading for loading in loadings}
+        return loadings
+
+    def end_loading(self, loadings: Sequence[Loading], stands: Sequence[bool]) -> None:
+        """Tell those who joined which copies were read."""
+        for loading, read in zip(loadings, stands, strict=True):
+            if self.loading.get(loading.copy.digest) is loading:
+                del self.loading[loading.copy.digest]
+            loading.ended.set_result(read)
+
     def reserve_ssd(self, want: Want) -> Copy | None:
         """Take an extent, evicting what lies there; None where somebody reads that in every shard.
 
@@ -278,8 +307,9 @@ class Catalogue:
         for copy in copies:
             self._let_source_go(copy)
             findable = self._shelves[copy.tier].findable
-            if copy.digest in findable:
-                self.counters[f"duplicate_{copy.tier}"] += 1
+            if resident := findable.get(copy.digest):
+                if resident is not copy:  # which others who share it have admitted
+                    self.counters[f"duplicate_{copy.tier}"] += 1
                 continue
             findable[copy.digest] = copy
             copy.hidden = False
@@ -352,6 +382,21 @@ class Catalogue:
             self.hide(copy)
         return sum(copy.nbytes for copy in unpinned)
 
+    def policy_counters(self) -> dict[str, int]:
+        """What the policies have decided, and the bytes that are protected now."""
+        retained = self.retention.statistics()
+        counted = {
+            "promotions": retained.promotions,
+            "demotions": retained.demotions,
+            "protected_nbytes": retained.protected_nbytes,
+            "ssd_writes_admitted": self.writes.admitted,
+        }
+        counted |= {f"evicted_{kind.name.lower()}": n for kind, n in retained.evicted.items()}
+        counted |= {f"ssd_skips_{reason}": n for reason, n in self.writes.skipped.items()}
+        if self.lfu:
+            counted |= {"lfu_admitted": self.lfu.admitted, "lfu_rejected": self.lfu.rejected}
+        return counted
+
     def leaks(self) -> list[str]:
         """Everything that is not as it must be at rest: no pins, no bytes without an owner."""
         found = []
@@ -366,6 +411,8 @@ class Catalogue:
             pins = sum(copy.pins for copy in shelf.live)
             if pins or shelf.pinned_nbytes:
                 found.append(f"{tier}: {pins} pins on {shelf.pinned_nbytes} bytes")
+        if self.loading or self.pending_writes:
+            found.append(f"{len(self.loading)} loading, {len(self.pending_writes)} writes pending")
         if waiting := sum(map(len, self._waiting.values())):
             found.append(f"pool: {waiting} waiting")
         return found

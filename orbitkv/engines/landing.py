@@ -16,7 +16,8 @@ from transformers import DynamicCache
 
 from orbitkv.cache.catalogue import Tier
 from orbitkv.engines.device import mark_stream, order_after
-from orbitkv.runtime.core import Instance, PrefixLease
+from orbitkv.runtime.instance import Instance
+from orbitkv.runtime.leases import PrefixLease
 from orbitkv.runtime.manager import Manager
 from orbitkv.stages.ticket import Failed, Outcome, Restored, Saved, Ticket
 

@@ -26,7 +26,7 @@ from orbitkv.cache.catalogue import Tier
 from orbitkv.engines.device import DEVICES, mark_stream
 from orbitkv.engines.landing import Arrival, Landing, SaveTicket
 from orbitkv.errors import Closed, ConfigError, GeometryError
-from orbitkv.runtime.core import Instance
+from orbitkv.runtime.instance import Instance
 from orbitkv.runtime.manager import Manager
 from orbitkv.segment import (
     DTYPE_NBYTES,

@@ -10,8 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +35,9 @@ from orbitkv.graph import Graph, Node
 from orbitkv.pipeline import load_pipeline, with_settings
 from orbitkv.runtime.channel import ChannelStatistics
 from orbitkv.runtime.devices import Devices
+from orbitkv.runtime.instance import Instance
 from orbitkv.runtime.lanes import BlockingEvent, HostLane
+from orbitkv.runtime.leases import Leases, PrefixLease
 from orbitkv.runtime.persistence import Persistence, open_tiers
 from orbitkv.runtime.preadv import Demand, PreadLane
 from orbitkv.runtime.requests import TARGET_BATCH_NBYTES, Cutter, pack
@@ -44,11 +45,9 @@ from orbitkv.runtime.runtime import NodeStatistics, OwnedLane, Runtime
 from orbitkv.runtime.uring import RingLane, open_io_lane
 from orbitkv.segment import (
     Geometry,
-    KeyDigests,
     ModelIdentity,
     PagedTensors,
     StateKey,
-    hash_pages,
     make_namespace,
 )
 from orbitkv.stages.base import Batch
@@ -61,7 +60,7 @@ from orbitkv.stages.batch import (
     WriteBatch,
 )
 from orbitkv.stages.direct import DirectReadBatch
-from orbitkv.stages.ticket import Miss, Outcome, Restored, Saved, Ticket
+from orbitkv.stages.ticket import Miss, Outcome, Restored, Saved, Ticket, Warmed
 
 LaneWrapper = Callable[[OwnedLane], OwnedLane]
 STATIONS: Mapping[Tier, tuple[type[RestoreBatch], ...]] = {
@@ -69,69 +68,6 @@ STATIONS: Mapping[Tier, tuple[type[RestoreBatch], ...]] = {
     Tier.SSD: (ReadBatch, DirectReadBatch),
 }
 RESTORE_STATIONS = tuple(itertools.chain.from_iterable(STATIONS.values()))
-
-
-@dataclass(eq=False)
-class Instance:
-    """One registration of an engine's pages: what ``publish`` reads and ``restore`` fills.
-
-    Attributes:
-        namespace: ``orbitkv:v2:<64 hex>``; instances with equal namespaces share objects.
-    """
-
-    namespace: str
-    tensors: PagedTensors
-    tickets: set[Ticket] = field(default_factory=set)
-
-    @property
-    def geometry(self) -> Geometry:
-        """As declared at registration."""
-        return self.tensors.geometry
-
-    @cached_property
-    def digests(self) -> tuple[KeyDigests, ...]:
-        """Digests of its keys by page hash, one for each state group."""
-        return tuple(KeyDigests(self.namespace, group) for group in self.geometry.groups)
-
-    def hash_pages(self, tokens: Sequence[int]) -> list[bytes]:
-        """Hash every full page of a token sequence, each chained to its prefix."""
-        return hash_pages(self.namespace, tokens, self.geometry.page_tokens)
-
-
-@dataclass(eq=False)
-class PrefixLease:
-    """The longest prefix that can be restored, kept from eviction until released or restored.
-
-    Attributes:
-        hashes: The prefix, in order: the first ``len(hashes)`` of those asked for.
-        copies: The objects of each page, one a state group.
-    """
-
-    instance: Instance
-    hashes: tuple[bytes, ...]
-    copies: tuple[tuple[Copy, ...], ...]
-    _release: Callable[[PrefixLease], None]
-    spent: bool = False
-
-    def release(self) -> None:
-        """Let the pages be evicted again. Harmless after a restore, or twice."""
-        self._release(self)
-
-    def tiers(self) -> dict[Tier, int]:
-        """How many objects come from each tier."""
-        found = [copy.tier for page in self.copies for copy in page]
-        return {tier: found.count(tier) for tier in Tier}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +127,6 @@ class Core:
         self.closing = False
         self._wrap_lane = wrap_lane or (lambda lane: lane)
         self._instances: set[Instance] = set()
-        self._leases: set[PrefixLease] = set()
         self._feeding: set[asyncio.Task[None]] = set()
         self._bound: dict[Geometry, SlotCodecs] = {}
         self._io_lanes: list[RingLane | PreadLane] = []
@@ -222,6 +157,7 @@ class Core:
                     log=self._log,
                 )
                 await opened.enter_async_context(persistence)
+            self.leases = Leases(self.catalogue, config, self._release_from_any_thread)
             self._cutter = Cutter(self.catalogue, config, self._bound)
             self.devices = Devices(self.catalogue, config.storage_codec_budget_nbytes, self._log)
             self._save, self._fetch = (
@@ -255,8 +191,7 @@ class Core:
         self.closing = True
         await self.devices.end_opening()
         async with self._opened:
-            for lease in tuple(self._leases):
-                self._release(lease)
+            self.leases.release_all()
             while self._feeding:
                 await asyncio.wait(self._feeding)
 
@@ -389,8 +324,7 @@ class Core:
         """Take an instance away: its leases now, its tensors once its work has ended."""
         self._check_open(instance)
         self._instances.remove(instance)
-        for lease in [lease for lease in self._leases if lease.instance is instance]:
-            self._release(lease)
+        self.leases.release_all(self.leases.of(instance))
         while instance.tickets:
             await next(iter(instance.tickets))
 
@@ -445,6 +379,76 @@ class Core:
         """Find the longest prefix of which every state group is in a tier that can be read."""
         self._check_open(instance)
         check_hashes(hashes)
+        found = self._find_prefix(instance, hashes)
+        lease = self.leases.grant(instance, hashes, found)
+        # From the end, so that eviction takes a prefix's tail before its head.
+        self._note_demand(instance, hashes, [c for page in reversed(lease.copies) for c in page])
+        return lease
+
+    async def prepare(self, instance: Instance, hashes: tuple[bytes, ...]) -> PrefixLease:
+        """Find a prefix like ``query``, but without demand; bring to DRAM what SSD alone has."""
+        self._check_open(instance)
+        check_hashes(hashes)
+        lease = self.leases.grant(instance, hashes, self._find_prefix(instance, hashes))
+        groups = instance.geometry.groups.values()
+        lease.preparation = self._bring(
+            instance,
+            lease.hashes,
+            [
+                (copy, Destination(page_hash, 0, slots))
+                for page_hash, page in zip(lease.hashes, lease.copies, strict=True)
+                for copy, slots in zip(page, groups, strict=True)
+                if copy.tier is Tier.SSD
+            ],
+            (),
+        )
+        return lease
+
+    async def warm(self, instance: Instance, hashes: tuple[bytes, ...]) -> Ticket:
+        """Bring pages to DRAM that SSD alone has. Nobody owns them there, and it is no demand."""
+        self._check_open(instance)
+        check_hashes(hashes)
+        found: list[bytes] = []
+        missed: list[bytes] = []
+        items: list[tuple[Copy, Destination]] = []
+        for page_hash in dict.fromkeys(hashes):
+            page = self._find_prefix(instance, (page_hash,))
+            (found if page else missed).append(page_hash)
+            for copy, slots in zip(
+                page[0] if page else (), instance.geometry.groups.values(), strict=bool(page)
+            ):
+                if copy.tier is Tier.SSD:
+                    items.append((copy, Destination(page_hash, 0, slots)))
+        return self._bring(instance, tuple(found), items, tuple(missed))
+
+    def _bring(
+        self,
+        instance: Instance,
+        hashes: tuple[bytes, ...],
+        items: list[tuple[Copy, Destination]],
+        missed: tuple[bytes, ...],
+    ) -> Ticket:
+        """Read copies on SSD into DRAM, through U, whichever way demand takes."""
+
+        def conclude(done: tuple[bytes, ...], not_done: tuple[bytes, ...]) -> Outcome:
+            del done
+            lost = set(not_done)
+            warm = tuple(page_hash for page_hash in hashes if page_hash not in lost)
+            return Warmed(warm, (*missed, *not_done))
+
+        for copy, _ in items:
+            self.catalogue.pin(copy)
+        ticket = Ticket(conclude)
+        batches = self._cutter.restore(
+            ticket, instance.tensors, {ReadBatch: items}, self._fetch, None, stays=True
+        )
+        self._send_off(instance, ticket, self._fetch, batches)
+        return ticket
+
+    def _find_prefix(
+        self, instance: Instance, hashes: tuple[bytes, ...]
+    ) -> tuple[tuple[Copy, ...], ...]:
+        """The copies of each page, as far as every state group of it is in a tier."""
         tiers = [
             tier for tier, stations in STATIONS.items() if any(map(self._fetch.accepts, stations))
         ]
@@ -461,15 +465,7 @@ class Core:
                     break
                 column.append(copy)
             columns.append(column)
-        found = tuple(zip(*columns, strict=False))  # as far as every group of a page is there
-        # From the end, so that eviction takes a prefix's tail before its head.
-        copies = [copy for page in reversed(found) for copy in page]
-        for copy in copies:
-            self.catalogue.pin(copy)
-        self._note_demand(instance, hashes, copies)
-        lease = PrefixLease(instance, hashes[: len(found)], found, self._release_from_any_thread)
-        self._leases.add(lease)
-        return lease
+        return tuple(zip(*columns, strict=False))
 
     def _note_demand(
         self, instance: Instance, hashes: Sequence[bytes], copies: Sequence[Copy]
@@ -492,17 +488,9 @@ class Core:
 
     def _release_from_any_thread(self, lease: PrefixLease) -> None:
         if threading.current_thread() is self._thread:
-            self._release(lease)
+            self.leases.release(lease)
         elif not self.closing:
-            self._loop.call_soon_threadsafe(self._release, lease)
-
-    def _release(self, lease: PrefixLease) -> None:
-        if lease.spent:
-            return
-        lease.spent = True
-        self._leases.discard(lease)
-        for copy in (copy for page in lease.copies for copy in page):
-            self.catalogue.unpin(copy)
+            self._loop.call_soon_threadsafe(self.leases.release, lease)
 
     async def restore(
         self, lease: PrefixLease, destinations: dict[bytes, int], ready: object | None = None
@@ -529,12 +517,24 @@ class Core:
                     self.catalogue.unpin(copy)
                     continue
                 target = Destination(page_hash, destinations[page_hash], slots)
-                work[FetchBatch if copy.tier is Tier.DRAM else from_ssd].append((copy, target))
-        lease.spent = True
-        self._leases.discard(lease)
+                nearest = self._nearest(copy)
+                work[FetchBatch if nearest.tier is Tier.DRAM else from_ssd].append(
+                    (nearest, target)
+                )
+        self.leases.spend(lease)
+        if lease.claim:
+            ticket.when_done(lease.claim.release)
         batches = self._cutter.restore(ticket, instance.tensors, work, self._fetch, ready)
         self._send_off(instance, ticket, self._fetch, batches)
         return ticket
+
+    def _nearest(self, copy: Copy) -> Copy:
+        """The copy in DRAM that came since a lease was granted, in place of the one on SSD."""
+        if copy.tier is Tier.SSD and (resident := self.catalogue.find(copy.digest, Tier.DRAM)):
+            self.catalogue.pin(resident)
+            self.catalogue.unpin(copy)
+            return resident
+        return copy
 
     def _ssd_station(self, tensors: PagedTensors) -> type[RestoreBatch]:
         """Where copies on SSD are submitted: S, where cuFile reads for these pages; else U."""
@@ -615,7 +615,7 @@ class Core:
             pool.largest_free_nbytes,
             extents.capacity_nbytes if extents else 0,
             extents.used_nbytes if extents else 0,
-            dict(self.catalogue.counters),
+            dict(self.catalogue.counters) | self.catalogue.policy_counters(),
             {name: nodes for name, (nodes, _) in taken.items()},
             {name: channels for name, (_, channels) in taken.items()},
             {name: runtime.unavailable for name, runtime in pipelines.items()},
@@ -633,8 +633,7 @@ class Core:
         """List everything that is not as it must be at rest."""
         found = self.catalogue.leaks() + self._save.leaks() + self._fetch.leaks()
         found += self.devices.leaks()
-        if self._leases:
-            found.append(f"{len(self._leases)} leases")
+        found += self.leases.leaks()
         if tickets := sum(len(instance.tickets) for instance in self._instances):
             found.append(f"{tickets} tickets")
         return found
@@ -649,6 +648,8 @@ def check_ready(ready: object | None) -> None:
 
 def check_destinations(lease: PrefixLease, destinations: Mapping[bytes, int]) -> None:
     """Refuse a restore of a lease that is spent, or to pages that cannot be; nothing has moved."""
+    if lease.expired:
+        raise Closed("the lease has expired; query again")
     if lease.spent:
         raise Closed("the lease was released or restored before")
     unknown = [page_hash.hex()[:16] for page_hash in destinations.keys() - set(lease.hashes)]

@@ -1,4 +1,4 @@
-"""Manager: OrbitKV inside an engine's process."""
+"""Manager: OrbitKV inside an engine's process, and what an engine may ask of any manager."""
 
 from __future__ import annotations
 
@@ -8,52 +8,96 @@ import contextlib
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import uvloop
 
 from orbitkv.config import Config
 from orbitkv.errors import Closed
-from orbitkv.runtime.core import (
-    Core,
-    Flushed,
-    Instance,
-    LaneWrapper,
-    ManagerStatistics,
-    PrefixLease,
-)
+from orbitkv.runtime.core import Core, Flushed, LaneWrapper, ManagerStatistics
+from orbitkv.runtime.instance import Instance
+from orbitkv.runtime.leases import PrefixLease
 from orbitkv.segment import Geometry, ModelIdentity
 from orbitkv.stages.ticket import Ticket
 
 T = TypeVar("T")
 
 
-class Manager:
-    """Saves and restores pages through the two pipelines of its configuration.
+class Serving(Protocol):
+    """What carries out the calls: a core here, or a session with one in a daemon.
 
-    Embedded in an engine's process: it runs an event loop in a thread of its own, and every
-    method may be called from any other thread. Each method that waits has a twin named
-    ``..._async``, for callers on an event loop. Use it as a context manager of either kind.
-
-    Args:
-        config: Settings; the defaults keep 1 GiB in DRAM and nothing on SSD.
-        wrap_lane: Puts something around each lane, for tests that inject faults.
-
-    Raises:
-        GraphError: a definition is wrong.
-        Unavailable: something demanded explicitly cannot be had on this machine.
-        StoreError: the SSD path cannot be used.
+    Entered, called and left on the loop of the front that owns it.
     """
 
-    def __init__(
-        self, config: Config | None = None, *, wrap_lane: LaneWrapper | None = None
-    ) -> None:
-        self.config = config or Config()
-        self.core = Core(self.config, wrap_lane=wrap_lane)
+    @property
+    def closing(self) -> bool:
+        """Nothing new is taken any more."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+    async def register(
+        self, geometry: Geometry, tensors: Mapping[str, Any], model: ModelIdentity
+    ) -> Instance:
+        """As ``Front.register``; so are the others."""
+        ...
+
+    async def unregister(self, instance: Instance) -> None: ...  # noqa: D102
+
+    async def publish(  # noqa: D102
+        self, instance: Instance, pages: tuple[tuple[bytes, int], ...], ready: object | None
+    ) -> Ticket: ...
+
+    async def query(  # noqa: D102
+        self, instance: Instance, hashes: tuple[bytes, ...]
+    ) -> PrefixLease: ...
+
+    async def prepare(  # noqa: D102
+        self, instance: Instance, hashes: tuple[bytes, ...]
+    ) -> PrefixLease: ...
+
+    async def warm(self, instance: Instance, hashes: tuple[bytes, ...]) -> Ticket: ...  # noqa: D102
+
+    async def restore(  # noqa: D102
+        self, lease: PrefixLease, destinations: dict[bytes, int], ready: object | None = None
+    ) -> Ticket: ...
+
+    async def flush(self, *, evict_dram: bool) -> Flushed: ...  # noqa: D102
+
+    async def statistics(self) -> ManagerStatistics: ...  # noqa: D102
+
+    async def leaks(self) -> list[str]: ...  # noqa: D102
+
+
+S = TypeVar("S", bound=Serving)
+
+
+class Front(Generic[S]):
+    """The calls of an engine, which may come from any thread or loop.
+
+    Runs an event loop in a thread of its own; every method may be called from any other thread.
+    Each method that waits has a twin named ``..._async``, for callers on an event loop. Use it as
+    a context manager of either kind.
+
+    Args:
+        core: What carries them out.
+        name: Of the thread.
+    """
+
+    def __init__(self, core: S, *, name: str) -> None:
+        self.core = core
         self._calls: dict[concurrent.futures.Future[Any], tuple[Coroutine[Any, Any, Any], ...]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._fault: BaseException | None = None
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._thread = threading.Thread(target=self._run, name="orbitkv-manager", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._started.result()
 
@@ -95,6 +139,17 @@ class Manager:
     def query(self, instance: Instance, hashes: Sequence[bytes]) -> PrefixLease:
         """Find the longest prefix that can be restored, and keep it from eviction."""
         return self._call(self.core.query(instance, tuple(hashes)))
+
+    def prepare(self, instance: Instance, hashes: Sequence[bytes]) -> PrefixLease:
+        """Like ``query``, but no demand; what SSD alone has is brought to DRAM meanwhile.
+
+        The lease may be restored at any time; its ``preparation`` ends as ``Warmed``.
+        """
+        return self._call(self.core.prepare(instance, tuple(hashes)))
+
+    def warm(self, instance: Instance, hashes: Sequence[bytes]) -> Ticket:
+        """Bring pages to DRAM that SSD alone has. Nobody owns them there, and it is no demand."""
+        return self._call(self.core.warm(instance, tuple(hashes)))
 
     def restore(
         self,
@@ -182,6 +237,14 @@ class Manager:
         """Like ``query``."""
         return await self._call_async(self.core.query(instance, tuple(hashes)))
 
+    async def prepare_async(self, instance: Instance, hashes: Sequence[bytes]) -> PrefixLease:
+        """Like ``prepare``."""
+        return await self._call_async(self.core.prepare(instance, tuple(hashes)))
+
+    async def warm_async(self, instance: Instance, hashes: Sequence[bytes]) -> Ticket:
+        """Like ``warm``; the ticket can be awaited."""
+        return await self._call_async(self.core.warm(instance, tuple(hashes)))
+
     async def restore_async(
         self,
         lease: PrefixLease,
@@ -267,15 +330,15 @@ class Manager:
         if threading.current_thread() is self._thread and not self.core.closing:
             work.close()
             raise RuntimeError("a manager's methods cannot be called from its own loop")
-        guarded = self._guarded(work)
-        try:
-            call = asyncio.run_coroutine_threadsafe(guarded, self._loop)
-        except RuntimeError as error:  # the loop has been closed
-            guarded.close()
-            work.close()
-            raise Closed("the manager is closed") from error
-        self._calls[call] = (guarded, work)
+        call: concurrent.futures.Future[T] = concurrent.futures.Future()
+        answered = self._answer(call, work)
+        self._calls[call] = (answered, work)
         call.add_done_callback(lambda call: self._calls.pop(call, None))
+        try:
+            self._loop.call_soon_threadsafe(self._begin, answered)
+        except RuntimeError as error:  # the loop has been closed
+            self._refuse_calls()
+            raise Closed("the manager is closed") from error
         if not self._thread.is_alive():
             self._refuse_calls()  # the loop ended between our look and the call
         return call
@@ -287,8 +350,49 @@ class Manager:
                 coroutine.close()
             call.cancel()
 
+    def _begin(self, answered: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(answered)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(
+        self, call: concurrent.futures.Future[T], work: Coroutine[Any, Any, T]
+    ) -> None:
+        """Do the work, and tell its caller at once; a future of the loop's would take two turns."""
+        try:
+            result = await self._guarded(work)
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - raised where the call was made
+            call.set_exception(error)
+        else:
+            call.set_result(result)
+
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         if self.core.closing:
             work.close()
             raise Closed("the manager is closed")
         return await work
+
+
+class Manager(Front[Core]):
+    """Saves and restores pages through the two pipelines of its configuration.
+
+    Embedded in an engine's process, on a thread of its own.
+
+    Args:
+        config: Settings; the defaults keep 1 GiB in DRAM and nothing on SSD.
+        wrap_lane: Puts something around each lane, for tests that inject faults.
+
+    Raises:
+        GraphError: a definition is wrong.
+        Unavailable: something demanded explicitly cannot be had on this machine.
+        StoreError: the SSD path cannot be used.
+    """
+
+    def __init__(
+        self, config: Config | None = None, *, wrap_lane: LaneWrapper | None = None
+    ) -> None:
+        self.config = config or Config()
+        super().__init__(Core(self.config, wrap_lane=wrap_lane), name="orbitkv-manager")

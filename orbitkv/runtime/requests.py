@@ -88,8 +88,14 @@ class Cutter:
         work: Mapping[type[RestoreBatch], list[tuple[Copy, Destination]]],
         runtime: Runtime,
         ready: object | None,
+        *,
+        stays: bool = False,
     ) -> Iterator[RestoreBatch]:
-        """Cut a restore, given by the batches that its pinned copies travel in."""
+        """Cut a restore, given by the batches that its pinned copies travel in.
+
+        Args:
+            stays: It goes no further than D.
+        """
         besides = {
             slots: self._half_beside(tensors, slots, saves=False)
             for slots in tensors.geometry.groups.values()
@@ -105,7 +111,7 @@ class Cutter:
             limit_nbytes = self._target_nbytes(tensors, runtime, station)
             for some in pack(items, size_of, limit_nbytes):
                 part = ticket.part(tuple(target.page_hash for _, target in some))
-                yield station(part, self.catalogue, tensors, some, ready=ready)
+                yield station(part, self.catalogue, tensors, some, ready=ready, stays=stays)
 
     def exceeds_arenas(self, geometry: Geometry) -> bool:
         """Whether a raw page is more than a GPU lane may hold of it at once."""

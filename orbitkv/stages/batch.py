@@ -267,6 +267,7 @@ class RestoreBatch:
         images: Device address of each item's image in it.
         bridge: What a host brings segments to pages with that no GPU workspace can hold.
         ready: The engine's event, before which its pages must not be written. None: now.
+        stays: The objects are wanted in DRAM, and in no page: they go no further than D.
     """
 
     part: Part
@@ -281,6 +282,7 @@ class RestoreBatch:
     images: list[int] = field(default_factory=list)
     bridge: Bridge | None = None
     ready: object | None = None
+    stays: bool = False
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -317,6 +319,7 @@ class RestoreBatch:
             self.images,
             self.bridge,
             self.ready,
+            self.stays,
         )
 
     def reject(

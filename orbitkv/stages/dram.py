@@ -94,7 +94,8 @@ class ServeDram:
 
     In:  ``fetch``: copies that are findable in DRAM.
          ``loaded``: copies in pool memory that nothing has checked.
-    Out: ``ResidentBatch``. A loaded object that fails a check hides the generation it came from.
+    Out: ``ResidentBatch``, unless they are to stay here. A loaded object that fails a check hides
+         the generation it came from.
     """
 
     inputs: ClassVar[Ports] = {
@@ -110,6 +111,9 @@ class ServeDram:
             faults = await ctx.lane.run(_find_faults, batch)
             batch.reject(faults, ctx.log)
             ctx.catalogue.admit_all([copy for copy, _ in reversed(batch.items)])
+        if batch.stays:
+            batch.settle()
+            return {}
         return {"out": batch.become(ResidentBatch)}
 
 

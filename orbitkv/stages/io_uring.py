@@ -6,13 +6,13 @@ import asyncio
 from collections import deque
 from typing import ClassVar, cast
 
-from orbitkv.cache.catalogue import Catalogue, Copy, Tier, Want
+from orbitkv.cache.catalogue import Catalogue, Copy, Loading, Tier, Want
 from orbitkv.config import Config
 from orbitkv.errors import OrbitError, ShortRead, ShortWrite
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import Bytes
 from orbitkv.stages.base import IoLane, Outputs, StageContext, Transfer
-from orbitkv.stages.batch import LoadedBatch, ReadBatch, WriteBatch
+from orbitkv.stages.batch import Destination, LoadedBatch, ReadBatch, WriteBatch
 
 
 class WriteExtents:
@@ -110,6 +110,8 @@ def _extent_for(source: Copy, catalogue: Catalogue) -> Copy | None:
 class ReadExtents:
     """Read objects from SSD extents into pool memory.
 
+    What another batch is reading is not read again: both get the same copy.
+
     In:  ``ReadBatch``: copies on SSD, pinned.
     Out: ``LoadedBatch``: copies in DRAM, hidden, each holding on to the one it came from. What
          cannot be read, or gets no memory in time, is a miss.
@@ -125,49 +127,87 @@ class ReadExtents:
         return _no_ssd(config)
 
     async def run(self, batch: ReadBatch, ctx: StageContext) -> Outputs:
-        """Read every object, as far as pool memory can be had."""
-        lane = cast("IoLane", ctx.lane)
-        extents = ctx.catalogue.extents
-        assert extents
-        wants = [
-            Want(source.digest, source.nbytes, source.generation, source)
-            for source, _ in batch.items
-        ]
-        loaded = await ctx.catalogue.reserve_dram(
-            wants,
-            urgent=True,
+        """Read every object that nobody else is reading, as far as pool memory can be had."""
+        catalogue = ctx.catalogue
+        wanted, batch.items = batch.items, []
+        joined: list[tuple[Loading, Destination]] = []
+        own: list[tuple[Copy, Destination]] = []
+        for source, destination in wanted:
+            if resident := catalogue.find(source.digest, Tier.DRAM):
+                catalogue.pin(resident)
+                catalogue.unpin(source)
+                batch.items.append((resident, destination))  # it came while this batch waited
+            elif loading := catalogue.loading.get(source.digest):
+                catalogue.pin(loading.copy)
+                catalogue.unpin(source)
+                joined.append((loading, destination))
+            else:
+                own.append((source, destination))
+        catalogue.counters["ssd_reads_shared"] += len(joined)
+        try:
+            if own:
+                await _read(batch, own, ctx)
+        finally:
+            batch.items += [(loading.copy, destination) for loading, destination in joined]
+        # Whoever reads these waits for nobody, so two who share reads cannot block each other.
+        stands = [await asyncio.shield(loading.ended) for loading, _ in joined]
+        for (loading, destination), read in zip(joined, stands, strict=True):
+            if not read:
+                batch.items.remove((loading.copy, destination))
+                batch.miss(loading.copy, destination)
+        batch.segments = [[] for _ in batch.items]
+        return {"out": batch.become(LoadedBatch)}
+
+
+async def _read(batch: ReadBatch, items: list[tuple[Copy, Destination]], ctx: StageContext) -> None:
+    """Read objects into pool memory; add those that could be to the batch, the others are misses.
+
+    From here on the batch holds the loaded copies, and each of them its source.
+    """
+    catalogue, lane = ctx.catalogue, cast("IoLane", ctx.lane)
+    extents = catalogue.extents
+    assert extents
+    try:
+        loaded = await catalogue.reserve_dram(
+            [Want(s.digest, s.nbytes, s.generation, s) for s, _ in items],
+            urgent=not batch.stays,
             wait_s=ctx.config.pool_wait_s,
             cancellation=batch.part.ticket.cancellation,
         )
-        if loaded is None:
-            for source, destination in batch.items:
-                batch.miss(source, destination)
-            batch.items = []
-            return {"out": batch.become(LoadedBatch)}
-        # From here the batch holds the loaded copies, and each of them its source.
-        destinations = [destination for _, destination in batch.items]
-        batch.items = list(zip(loaded, destinations, strict=True))
+    except BaseException:
+        batch.items += items
+        raise
+    if loaded is None:
+        for source, destination in items:
+            batch.miss(source, destination)
+        return
+    read = [(copy, destination) for copy, (_, destination) in zip(loaded, items, strict=True)]
+    batch.items += read
+    stands = [False] * len(loaded)
+    loadings = catalogue.begin_loading(loaded)
+    try:
         moved = await lane.read_many(
             [
                 Transfer(extents.fd(source.shard), _memory(copy), source.offset)
                 for copy, source in zip(loaded, map(_source, loaded), strict=True)
             ]
         )
-        readable = []
-        for (copy, destination), result in zip(batch.items, moved, strict=True):
+        for index, ((copy, destination), result) in enumerate(zip(read, moved, strict=True)):
             source = _source(copy)
             fault = _fault(source, result, ShortRead)
-            if fault is None:
-                readable.append((copy, destination))
-                continue
-            ctx.catalogue.counters["ssd_read_faults"] += 1
-            ctx.log.warning("ssd_read_failed", fault=str(fault))
-            ctx.catalogue.hide_corrupt(source)  # else no new save would repair it
-            batch.miss(copy, destination)
-        ctx.catalogue.counters["ssd_reads"] += len(readable)
-        ctx.catalogue.counters["ssd_read_nbytes"] += sum(copy.nbytes for copy, _ in readable)
-        batch.items = readable
-        return {"out": batch.become(LoadedBatch)}
+            stands[index] = fault is None
+            if fault is not None:
+                catalogue.counters["ssd_read_faults"] += 1
+                ctx.log.warning("ssd_read_failed", fault=str(fault))
+                catalogue.hide_corrupt(source)  # else no new save would repair it
+                batch.items.remove((copy, destination))
+                batch.miss(copy, destination)
+    finally:
+        catalogue.end_loading(loadings, stands)
+    catalogue.counters["ssd_reads"] += sum(stands)
+    catalogue.counters["ssd_read_nbytes"] += sum(
+        copy.nbytes for copy, stood in zip(loaded, stands, strict=True) if stood
+    )
 
 
 def _no_ssd(config: Config) -> str | None:

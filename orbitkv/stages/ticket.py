@@ -54,13 +54,26 @@ class Miss:
 
 
 @dataclass(frozen=True, slots=True)
+class Warmed:
+    """A warming or a preparation ended.
+
+    Attributes:
+        warm: Hashes whose pages are in DRAM, whether they were before or not.
+        missed: Hashes whose pages no tier has, or could not be read.
+    """
+
+    warm: tuple[bytes, ...]
+    missed: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A request ended with a fault. Whatever it had submitted has run to its end."""
 
     error: OrbitError
 
 
-Outcome = Saved | Restored | Miss | Failed
+Outcome = Saved | Restored | Miss | Warmed | Failed
 
 
 class Part:

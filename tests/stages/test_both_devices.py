@@ -32,7 +32,7 @@ from orbitkv.objects import (
 )
 from orbitkv.probe import cuda_unavailable
 from orbitkv.runtime import core, devices
-from orbitkv.runtime.core import Instance
+from orbitkv.runtime.instance import Instance
 from orbitkv.segment import HND, NHD, StateKey
 from tests.builders import WAIT_S, counters, flip_memory, model, numbered, page_hash, rest
 from tests.codecs.emulation import Cupy, Planes

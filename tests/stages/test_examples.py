@@ -25,7 +25,7 @@ from orbitkv.objects import (
     write_object,
 )
 from orbitkv.pipeline import load_pipeline
-from orbitkv.runtime.core import Instance
+from orbitkv.runtime.instance import Instance
 from orbitkv.runtime.manager import Manager
 from orbitkv.segment import HND, Geometry, ModelIdentity, Role, Slot
 from orbitkv.stages.ticket import Failed, Miss, Outcome, Restored, Saved
