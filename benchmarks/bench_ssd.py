@@ -1,6 +1,6 @@
 """What does the SSD tier reach as the manager runs it, beside fio's io_uring in the same run?
 
-    python benchmarks/bench_ssd.py [--only u|codecs|storm] [--path DIR ...] [--working-set 8gib]
+    python benchmarks/bench_ssd.py [--only u|codecs|storm|cufile] [--path DIR ...] [--device cuda]
 
 ``u``: objects of 2 MiB, O_DIRECT, depth 8. D > U writes what stands in DRAM, U > D reads it; with
 the engine's ends E > C > D > U and U > D > R > E, as the packaged definitions run. Beside them fio,
@@ -8,6 +8,8 @@ with the same blocks over a file as large, in turn; "of fio" is the median of th
 ``codecs``: logical bytes restored from SSD a second, by what is stored.
 ``storm``: restores of one page from DRAM: with the disk idle, saturated by writeback, and saturated
 by a fio of its own process, which tells what of the delay is the machine's.
+``cufile``: the direct route, from and to a GPU, beside KvikIO's own write and read of as many
+bytes: as it comes, and with as many threads and as small pieces as ours.
 """
 
 from __future__ import annotations
@@ -292,10 +294,70 @@ def bench_storm(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
     )
 
 
+def kvikio_windows(path: Path, nbytes: int, *, as_ours: bool) -> tuple[Moved, Moved]:
+    """KvikIO's own write and read of GPU memory, 256 MiB a call."""
+    import cupy  # noqa: PLC0415 - only where there is a GPU
+    import kvikio  # noqa: PLC0415 - as above
+    import kvikio.defaults  # noqa: PLC0415 - as above
+
+    settings = {"num_threads": 4, "task_size": MIB} if as_ours else {}
+    buffer = cupy.random.randint(0, 256, STEP_NBYTES, cupy.uint8)
+    offsets = range(0, nbytes // STEP_NBYTES * STEP_NBYTES, STEP_NBYTES)
+    with kvikio.defaults.set(settings), kvikio.CuFile(path, "w+") as file:
+        started = Started()
+        for offset in offsets:
+            assert file.write(buffer, file_offset=offset) == STEP_NBYTES
+        written = started.moved(len(offsets) * STEP_NBYTES)
+        started = Started()
+        for offset in offsets:
+            assert file.read(buffer, file_offset=offset) == STEP_NBYTES
+        return written, started.moved(len(offsets) * STEP_NBYTES)
+
+
+def bench_cufile(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
+    """E > C > G > S and S > G > V > E, beside KvikIO alone, in turn."""
+    if arguments.device != "cuda":
+        print("cufile: not measured without --device cuda", file=sys.stderr)
+        return
+    made = geometry("cuda")
+    working_nbytes = parse_nbytes(arguments.working_set, setting="--working-set")
+    pages = working_nbytes // made.page_nbytes
+    taken: dict[str, list[float]] = {}
+
+    def note(name: str, moved: Moved) -> None:
+        taken.setdefault(name, []).append(moved.gb_per_s)
+
+    with bench(arguments, made, pages, folders, ssd_backend="cufile") as one:
+        for _ in range(arguments.rounds):
+            time.sleep(arguments.rest_s)
+            note("write, ours", one.save_all(flushes_only=False))
+            note("read, ours", one.restore_all())
+            for as_ours in (False, True):
+                time.sleep(arguments.rest_s)
+                kind = "KvikIO, 4 threads, 1 MiB" if as_ours else "KvikIO"
+                moves = kvikio_windows(folders[0] / "kvikio", working_nbytes, as_ours=as_ours)
+                for verb, moved in zip(("write", "read"), moves, strict=True):
+                    note(f"{verb}, {kind}", moved)
+        refused, faults = one.counter("direct_refused"), one.counter("direct_faults")
+        one.check_bytes()
+    rows = [
+        (name, statistics.median(speeds), f"{min(speeds):.2f} to {max(speeds):.2f}")
+        for name, speeds in sorted(taken.items(), reverse=True)
+    ]
+    report(
+        "The direct route beside KvikIO, in cuFile's compat mode unless doctor says native",
+        ("what", "GB/s", "least to most"),
+        rows,
+        as_json=arguments.json,
+        facts={"objects left to U": refused, "faults": faults},
+    )
+
+
 PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Path]], None]] = {
     "u": bench_u,
     "codecs": bench_codecs,
     "storm": bench_storm,
+    "cufile": bench_cufile,
 }
 
 
@@ -309,7 +371,9 @@ def main() -> int:
     known.add_argument("--rounds", type=int, default=5, help="windows of each kind")
     known.add_argument("--rest-s", type=float, default=1.0, help="before every window")
     known.add_argument("--restores", type=int, default=1000, help="of one page, each window")
-    known.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of codecs' pages")
+    known.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of pages of codecs and cufile"
+    )
     arguments = known.parse_args()
     if parse_nbytes(arguments.working_set, setting="--working-set") < 2 * STEP_NBYTES:
         known.error(f"--working-set {arguments.working_set}; accepted: 512mib or more")

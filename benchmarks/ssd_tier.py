@@ -131,7 +131,7 @@ class Bench:
         taken = []
         for first in range(0, self.pages, self.step * STEPS_A_FLUSH):
             end = min(first + self.step * STEPS_A_FLUSH, self.pages)
-            before, started = self.counter("ssd_written_nbytes"), Started()
+            before, started = self.written_nbytes, Started()
             for start in range(first, end, self.step):
                 pages = self.hashes(range(start, min(start + self.step, end)))
                 saved = self.manager.publish(
@@ -139,16 +139,16 @@ class Bench:
                 ).result()
                 assert isinstance(saved, Saved), saved
             if flushes_only:
-                assert self.counter("ssd_written_nbytes") == before
+                assert self.written_nbytes == before
                 started = Started()
             assert self.manager.flush().unwritten == 0
-            taken.append(started.moved(self.counter("ssd_written_nbytes") - before))
+            taken.append(started.moved(self.written_nbytes - before))
         return summed(taken)
 
     def restore_all(self) -> Moved:
         """Restore the working set from SSD, two calls at a time; bytes as stored."""
         self.manager.flush(evict_dram=True)
-        before, started = self.counter("ssd_read_nbytes"), Started()
+        before, started = self.read_nbytes, Started()
         under_way: list[Ticket] = []
         for number, first in enumerate(range(0, self.pages, self.step)):
             pages = self.hashes(range(first, min(first + self.step, self.pages)))
@@ -164,7 +164,7 @@ class Bench:
                 check(under_way.pop(0))
         for ticket in under_way:
             check(ticket)
-        return started.moved(self.counter("ssd_read_nbytes") - before)
+        return started.moved(self.read_nbytes - before)
 
     def check_bytes(self) -> None:
         """What the last two calls placed is what was saved, byte for byte."""
@@ -175,6 +175,16 @@ class Bench:
     def hashes(self, pages: range) -> list[bytes]:
         """Of pages of the working set as it was saved last."""
         return [page_hash(self.generation << 32 | page) for page in pages]
+
+    @property
+    def written_nbytes(self) -> int:
+        """To SSD, by either route."""
+        return self.counter("ssd_written_nbytes") + self.counter("direct_written_nbytes")
+
+    @property
+    def read_nbytes(self) -> int:
+        """From SSD, by either route."""
+        return self.counter("ssd_read_nbytes") + self.counter("direct_read_nbytes")
 
     def counter(self, name: str) -> int:
         """One of the manager's."""

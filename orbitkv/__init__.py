@@ -4,7 +4,9 @@ from orbitkv.config import Config
 from orbitkv.errors import OrbitError
 from orbitkv.graph import Chart, Edge, Graph, Node
 from orbitkv.pipeline import load_pipeline
-from orbitkv.runtime.core import Instance, PrefixLease
+from orbitkv.runtime.client import Client
+from orbitkv.runtime.instance import Instance
+from orbitkv.runtime.leases import PrefixLease
 from orbitkv.runtime.manager import Manager
 from orbitkv.segment import HND, NHD, Axis, Geometry, ModelIdentity, Role, Slot, hash_pages
 from orbitkv.stages.ticket import Failed, Miss, Restored, Saved, Ticket
@@ -14,6 +16,7 @@ __all__ = [
     "NHD",
     "Axis",
     "Chart",
+    "Client",
     "Config",
     "Edge",
     "Failed",

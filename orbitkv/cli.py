@@ -1,4 +1,4 @@
-"""The command ``orbitkv``: demo, draw, check, encode, inspect, decode, doctor, qualify."""
+"""The commands ``orbitkv``, with its subcommands, and ``orbitkv-cache-manager``."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("decode", _decode_arguments, _decode, "decode a file of KV tensors"),
         ("doctor", _doctor_arguments, _doctor, "say what this machine can do"),
         ("qualify", _qualify_arguments, _qualify, "measure what each codec does to a real model"),
+        (
+            "simulate",
+            _simulate_arguments,
+            _simulate,
+            "run the cache's policies over a trace of requests",
+        ),
+        ("status", _status_arguments, _status, "say what the daemon holds and does"),
+        ("top", _top_arguments, _top, "watch the daemon"),
     ):
         command = commands.add_parser(
             name, help=summary, description=summary[0].upper() + summary[1:] + "."
@@ -249,6 +257,79 @@ def _qualify(args: argparse.Namespace) -> int:
     from orbitkv import qualify
 
     return qualify.run(args, nvcomp_library=_nvcomp_library())
+
+
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    from orbitkv import simulation
+
+    simulation.add_arguments(parser)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from orbitkv import simulation
+
+    return simulation.run(args)
+
+
+def _status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    _socket_argument(parser)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from orbitkv import top
+    from orbitkv.runtime.client import Client
+
+    with Client(args.socket) as client:
+        status = client.status()
+    if args.json:
+        print(top.to_json(status))
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console.width = 160  # as above
+        console.print(top.render(status, None))
+    return 0
+
+
+def _top_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--interval-s", type=float, default=1.0, metavar="S", help="between two looks (default: 1)"
+    )
+    _socket_argument(parser)
+
+
+def _top(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from orbitkv import top
+    from orbitkv.runtime.client import Client
+
+    if not args.interval_s > 0:
+        raise ConfigError(f"--interval-s: {args.interval_s}; accepted: more than zero seconds")
+    with Client(args.socket) as client:
+        top.watch(client, Console(), args.interval_s)
+    return 0
+
+
+def _socket_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--socket", type=Path, metavar="PATH", help="of the daemon (default: as the daemon's own)"
+    )
+
+
+def cache_manager() -> int:
+    """Run ``orbitkv-cache-manager``."""
+    import os
+
+    from orbitkv.runtime import daemon
+
+    sys.path.insert(0, "")  # as above
+    return daemon.main(
+        notify_socket=os.environ.get("NOTIFY_SOCKET"), nvcomp_library=_nvcomp_library()
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""What the commands that run a model do alike: options, exit codes, and how they end."""
+"""What commands do alike: options, exit codes, files of a report, and how they end."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from orbitkv.engines.device import DEVICES
-from orbitkv.errors import OrbitError
+from orbitkv.errors import ConfigError, OrbitError
 
 EXIT_DIFFERS, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -64,3 +67,36 @@ def run_command(
     else:
         print_report(report)
     return 0 if is_right(report) else EXIT_DIFFERS
+
+
+@contextlib.contextmanager
+def files_of(out: Path) -> Iterator[Path]:
+    """Give a directory whose files move to ``out`` at the end, if there is no error until then.
+
+    Raises:
+        ConfigError: ``out`` cannot be made or written in.
+    """
+    made, complete = not out.exists(), False
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        staging = tempfile.TemporaryDirectory(prefix=".orbitkv-", dir=out)
+    except OSError as error:
+        raise unwritable(out, error) from error
+    try:
+        with staging as path:
+            yield Path(path)
+            try:
+                for file in sorted(Path(path).iterdir()):
+                    file.replace(out / file.name)
+            except OSError as error:
+                raise unwritable(out, error) from error
+        complete = True
+    finally:
+        if made and not complete:
+            with contextlib.suppress(OSError):
+                out.rmdir()
+
+
+def unwritable(out: Path, error: OSError) -> ConfigError:
+    """Say that the files of a report cannot be written."""
+    return ConfigError(f"--out {out}: {error.strerror}; accepted: a directory to write files in")

@@ -285,7 +285,7 @@ class StateKey:
 
 
 _LENGTH = struct.Struct("<Q")
-_KEPT_DIGESTS = 2**15
+_KEPT_DIGESTS = 2**12
 
 
 class KeyDigests(dict[bytes, bytes]):

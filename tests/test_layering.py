@@ -33,7 +33,14 @@ LAYERS = (
     ("orbitkv",),
     ("orbitkv.engines",),
     ("orbitkv.commands",),
-    ("orbitkv.doctor", "orbitkv.demo", "orbitkv.okv", "orbitkv.qualify", "orbitkv.top"),
+    (
+        "orbitkv.doctor",
+        "orbitkv.demo",
+        "orbitkv.okv",
+        "orbitkv.qualify",
+        "orbitkv.simulation",
+        "orbitkv.top",
+    ),
     ("orbitkv.cli", "orbitkv.__main__"),
 )
 

@@ -21,6 +21,7 @@ from orbitkv.segment import (
     NHD,
     Axis,
     Geometry,
+    KeyDigests,
     ModelIdentity,
     PagedTensors,
     Role,
@@ -610,3 +611,12 @@ def test_indices_out_of_range_or_twice_are_all_named(
     with pytest.raises(DestinationError) as caught:
         paged.check_indices(indices, distinct=True)
     assert str(caught.value).startswith(said)
+
+
+def test_digests_by_hash_are_those_of_the_keys_however_many_are_kept() -> None:
+    digests = KeyDigests("orbitkv:v2:00", "attention")
+    for number in (*range(2**12 + 10), 3):
+        page_hash = number.to_bytes(32, "little")
+        wanted = StateKey("orbitkv:v2:00", page_hash, "attention").digest
+        assert digests[page_hash] == wanted
+        assert len(digests) <= 2**12

@@ -117,15 +117,32 @@ class Calls:
         if deadline_s is not None:
             expiry = self._loop.call_later(deadline_s, self._expire, message, replied, deadline_s)
         try:
-            reply = await replied
+            return await self.answer(replied, answer)
         finally:
             if expiry:
                 expiry.cancel()
-        if isinstance(reply, answer):
+
+    async def answer(self, replied: asyncio.Future[Any], kind: type[R]) -> R:
+        """Wait for an answer of a kind; raises as ``ask``."""
+        reply = await replied
+        if isinstance(reply, kind):
             return reply
         if isinstance(reply, wire.Refused):
             raise wire.error_of(reply.fault)
-        raise ProtocolError(f"{type(reply).__name__} in answer to {type(message).__name__}")
+        raise ProtocolError(f"{type(reply).__name__} where {kind.__name__} is the answer")
+
+    async def expect(self, number: int) -> asyncio.Future[Any]:
+        """Wait for the answer of a request that another one is to begin; ``forget`` where not."""
+        self.check_open()
+        await self._in_flight.acquire()
+        self.check_open()
+        self._waiting[number] = expected = self._loop.create_future()
+        return expected
+
+    def forget(self, number: int) -> None:
+        """Wait no longer for an answer that will not come."""
+        if self._waiting.pop(number, None):
+            self._in_flight.release()
 
     def tell(self, message: wire.Request) -> None:
         """Send what has no answer; to a daemon that has gone, nothing."""
@@ -156,7 +173,7 @@ class Calls:
         if uid not in (0, os.getuid()):
             sock.close()
             raise SessionLost(f"{self.path} is served by user {uid}; accepted: our own, or 0")
-        return Connection(sock, wire.REPLIES)
+        return Connection(sock, wire.REPLIES, lingers=True)  # else why it ended would be lost
 
     def _expire(
         self, message: wire.Request, replied: asyncio.Future[wire.Reply], deadline_s: float
