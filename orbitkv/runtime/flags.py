@@ -102,7 +102,10 @@ def settings_of(described: type) -> tuple[Setting, ...]:
             hint, several = typing.get_args(hint)[0], True
         name = _NAMES.get(field.name, field.name.removesuffix("_nbytes")).replace("_", "-")
         text = helps.get(field.name, "")
-        found.append(Setting(field.name, f"--{name}", hint, several, field.default, text))
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        found.append(Setting(field.name, f"--{name}", hint, several, default, text))
     return tuple(found)
 
 

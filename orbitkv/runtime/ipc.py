@@ -58,6 +58,7 @@ def export_memory(ordinal: int, address: int) -> ExportedMemory:
     """
     cupy = _cupy()
     with cupy.cuda.Device(ordinal):
+        _take_context(cupy.cuda.runtime, ordinal)
         base, nbytes = _address_range(address)
         try:
             handle = bytes(cupy.cuda.runtime.ipcGetMemHandle(base))
@@ -66,6 +67,12 @@ def export_memory(ordinal: int, address: int) -> ExportedMemory:
                 f"cuda:{ordinal}: memory at {base:#x} cannot be exported ({error}); {_REMEDY}"
             ) from error
         return ExportedMemory(base, nbytes, handle, cupy.cuda.runtime.deviceGetPCIBusId(ordinal))
+
+
+def _take_context(runtime: Any, ordinal: int) -> None:  # noqa: ANN401 - CuPy's
+    """Make a device's context the thread's, for the driver; the runtime's calls do so late."""
+    runtime.setDevice(ordinal)
+    runtime.free(0)
 
 
 def _address_range(address: int) -> tuple[int, int]:
@@ -103,6 +110,7 @@ class ImportedMemory:
                 self.address = int(runtime.ipcOpenMemHandle(handle, _PEER_ACCESS))
             except Exception as error:
                 raise DeviceFault(f"memory on {bus_id} cannot be opened: {error}") from error
+            _take_context(runtime, self.ordinal)
             base, held_nbytes = _address_range(self.address)
         # A small allocation may be opened with the block that the driver cut it from.
         if self.address + nbytes > base + held_nbytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable
 from typing import ClassVar
 
-from orbitkv.cache.direct import Piece, Slot, cut_pieces
+from orbitkv.cache.direct import SLOTS, cut_pieces
 from orbitkv.config import Config
 from orbitkv.errors import Cancelled, DirectFault, ShortRead, ShortWrite
 from orbitkv.graph import Lanes, Port, Ports
@@ -52,6 +54,9 @@ class WriteCuFile:
 class ReadCuFile:
     """Read extents into registered slots, those beside each other in the file at once.
 
+    One batch after the other, however deep the node: a batch whose first pieces have landed holds
+    room in the arena, and its other pieces must not wait behind one that waits for room.
+
     In:  ``DirectReadBatch``: copies on SSD, pinned.
     Out: ``LandedBatch``: one slot each.
     """
@@ -60,36 +65,57 @@ class ReadCuFile:
     outputs: ClassVar[Ports] = {"out": Port(LandedBatch)}
     lanes: ClassVar[Lanes] = frozenset({"file"})
 
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
     @staticmethod
     def unavailable(config: Config) -> str | None:
         """What keeps G from reading keeps S from it."""
         return LandRead.unavailable(config)
 
     async def split(self, batch: DirectReadBatch, ctx: StageContext) -> AsyncGenerator[Outputs]:
-        """Read piece by piece. What cannot be read is told when all of them have landed."""
-        assert batch.tensors.device is not None
-        slots = ctx.direct.slots[batch.tensors.device]
-        batch.sort_by_page()
-        pieces = cut_pieces([copy for copy, _ in batch.items])
-        batch.pieces_left = unsent = len(pieces)
+        """Read two pieces at a time. What cannot be read is told when all of them have landed."""
+        async with self._turn:
+            assert batch.tensors.device is not None
+            slots = ctx.direct.slots[batch.tensors.device]
+            batch.sort_by_page()
+            pieces = cut_pieces([copy for copy, _ in batch.items])
+            batch.pieces_left = unsent = len(pieces)
+            reading: deque[tuple[LandedBatch, asyncio.Task[None]]] = deque()
+            try:
+                while pieces or reading:
+                    if pieces and len(reading) < SLOTS:
+                        if batch.part.ticket.cancelled:
+                            batch.ended_by = Cancelled("the request was cancelled")
+                        landed = LandedBatch(batch, pieces.pop(0), slots, await slots.acquire())
+                        reading.append((landed, asyncio.create_task(_read(landed, ctx))))
+                        continue
+                    landed, read = reading[0]
+                    await asyncio.shield(read)
+                    reading.popleft()
+                    unsent -= 1
+                    yield {"out": landed}
+            finally:
+                batch.pieces_left -= unsent
+                if reading:  # a slot is free when its transfer has ended, and not before
+                    await drain(read for _, read in reading)
+                for landed, _ in reading:
+                    slots.release(landed.slot)
+
+
+async def drain(reads: Iterable[asyncio.Task[None]]) -> None:
+    """Wait for transfers to end, even if the caller is cancelled once more."""
+    under_way = set(reads)
+    while under_way:
         try:
-            for piece in pieces:
-                if batch.part.ticket.cancelled:
-                    batch.ended_by = Cancelled("the request was cancelled")
-                slot = await slots.acquire()
-                try:
-                    await _read(batch, piece, slot, ctx)
-                except BaseException:
-                    slots.release(slot)
-                    raise
-                unsent -= 1
-                yield {"out": LandedBatch(batch, piece, slots, slot)}
-        finally:
-            batch.pieces_left -= unsent
+            _, under_way = await asyncio.wait(under_way)
+        except asyncio.CancelledError:
+            continue
 
 
-async def _read(batch: DirectReadBatch, piece: Piece, slot: Slot, ctx: StageContext) -> None:
+async def _read(landed: LandedBatch, ctx: StageContext) -> None:
     """Read one piece, and note which objects it does not give."""
+    batch, piece, slot = landed.batch, landed.piece, landed.slot
     lane, gate, counters = ctx.lane, ctx.direct.gate, ctx.catalogue.counters
     assert isinstance(lane, FileLane)
     moved_nbytes, fault = 0, batch.ended_by

@@ -29,6 +29,7 @@ pytestmark = [
 
 GEOMETRY = toy_geometry(layers=4, page_tokens=16, heads=4, head_dim=64)
 PAGES = 32
+PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ with Client(sys.argv[1]) as client:
     save(client, client.register(GEOMETRY, tensors, model=model()))
 """
     command = [sys.executable, "-c", code, str(daemon.path)]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": PATHS})
     wanted, _ = one_allocation(seed=9)
     with Client(daemon.path) as client:
         whole, tensors = one_allocation(seed=2)
@@ -187,7 +188,7 @@ while True:
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PATHS},
     )
     assert victim.stdout
     assert victim.stdout.readline() == "ready\n"
@@ -228,7 +229,7 @@ with Client(sys.argv[1]) as client:
         cwd=ROOT,
         env={
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PATHS,
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         },
     ).stdout

@@ -627,3 +627,30 @@ def test_slots_are_taken_in_turn_and_none_is_lost_to_whoever_gives_up() -> None:
         assert pool.taken == 0
 
     asyncio.run(play())
+
+
+def test_a_batch_that_has_landed_in_part_waits_for_none_that_has_no_room(
+    direct: ManagerFactory, route: Route
+) -> None:
+    """A short batch leaves a gap in the arena that a third one does not fit into."""
+    settings = {"pool_nbytes": 128 * MIB, "ssd_cache_capacity_nbytes": 128 * MIB}
+    engine = engine_of(direct(**settings), route, page_tokens=BIG_TOKENS)
+    runs = [numbered(count, first=100 * number) for number, count in enumerate((2, 3, 3))]
+    for run in runs:
+        engine.save(run)
+    engine.manager.flush()
+    evict_dram(engine)
+    second_piece = ssd_copy(engine, page_hash(100)).offset + SLOT_NBYTES
+
+    async def linger(original: Any, lane: Any, shard: int, slot: Any, *where: int) -> int:
+        if where[1] == second_piece:
+            await asyncio.sleep(0.3)
+        return int(await original(lane, shard, slot, *where))
+
+    route.meddle("read", linger)
+    tickets = []
+    for number, run in enumerate(runs):
+        lease = engine.manager.query(engine.instance, list(run))
+        tickets.append(engine.manager.restore(lease, {n: 3 * number + i for n, i in run.items()}))
+    for ticket in tickets:
+        assert isinstance(ticket.result(WAIT_S), Restored)
