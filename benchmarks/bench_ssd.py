@@ -330,7 +330,7 @@ def bench_cufile(arguments: argparse.Namespace, folders: Sequence[Path]) -> None
     with bench(arguments, made, pages, folders, ssd_backend="cufile") as one:
         for _ in range(arguments.rounds):
             time.sleep(arguments.rest_s)
-            note("write, ours", one.save_all(flushes_only=False))
+            note("write, ours", one.save_directly())
             note("read, ours", one.restore_all())
             for as_ours in (False, True):
                 time.sleep(arguments.rest_s)
