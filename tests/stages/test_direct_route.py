@@ -453,11 +453,8 @@ def _soon(ticket: Ticket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("verb", ["read", "write"])
-def test_cancelling_frees_nothing_before_its_transfer_has_ended(
-    direct: ManagerFactory, route: Route, verb: str
-) -> None:
-    engine = engine_of(direct(), route)
+def held_up(engine: Pages, route: Route, verb: str) -> tuple[Ticket, threading.Event]:
+    """A restore or a save of three pages whose transfer waits for the event."""
     if verb == "read":
         engine.save(numbered(3))
         evict_dram(engine)
@@ -469,6 +466,15 @@ def test_cancelling_frees_nothing_before_its_transfer_has_ended(
         ticket = engine.manager.publish(engine.instance, list(numbered(3).items()))
     with pytest.raises(TimeoutError):
         ticket.result(0.2)
+    return ticket, release
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_cancelling_frees_nothing_before_its_transfer_has_ended(
+    direct: ManagerFactory, route: Route, verb: str
+) -> None:
+    engine = engine_of(direct(), route)
+    ticket, release = held_up(engine, route, verb)
     ticket.cancel()
     with pytest.raises(TimeoutError):
         ticket.result(0.2)
@@ -485,17 +491,7 @@ def test_unregister_and_close_wait_for_direct_transfers(
     direct: ManagerFactory, route: Route, verb: str, call: str
 ) -> None:
     engine = engine_of(direct(), route)
-    if verb == "read":
-        engine.save(numbered(3))
-        evict_dram(engine)
-    release = route.pause(verb)
-    if verb == "read":
-        lease = engine.manager.query(engine.instance, list(numbered(3)))
-        ticket = engine.manager.restore(lease, numbered(3))
-    else:
-        ticket = engine.manager.publish(engine.instance, list(numbered(3).items()))
-    with pytest.raises(TimeoutError):
-        ticket.result(0.2)
+    ticket, release = held_up(engine, route, verb)
     if call == "close":
         leaving = in_thread(engine.manager.close)
     else:
