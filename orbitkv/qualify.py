@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from orbitkv.commands import NotRestoredError, add_shared_options, run_command
+from orbitkv.commands import (
+    NotRestoredError,
+    add_shared_options,
+    files_of,
+    run_command,
+    unwritable,
+)
 from orbitkv.config import Config
 from orbitkv.engines.checkpoint import (
     DEFAULT_MODEL,
@@ -254,7 +259,7 @@ def _qualify(args: argparse.Namespace, nvcomp_library: str | None) -> dict[str, 
     text, text_name = read_text(args.text_file, flag="--text-file")
     check_installed(_NEEDED + (NEEDED_FOR_GGUF if gguf_file else ()))
     check_device(args.device)
-    with _files_of(args.out) as staging:
+    with files_of(args.out) as staging:
         with console.status(escape(f"loading {args.model}")):
             token_ids, _ = tokenize(model_path, gguf_file, text)
             contexts = _cut(args, token_ids)
@@ -274,7 +279,7 @@ def _qualify(args: argparse.Namespace, nvcomp_library: str | None) -> dict[str, 
         try:
             _write_files(staging, report)
         except OSError as error:
-            raise _unwritable(args.out, error) from error
+            raise unwritable(args.out, error) from error
     return report
 
 
@@ -641,34 +646,6 @@ def _print_report(report: Mapping[str, Any], out: Path) -> None:
         console.print("none is exact      [bold red]NO[/bold red]")
     names = f"{REPORT_FILE}, {RATE_FILE}, {LAYERS_FILE}"
     console.print(escape(f"{names} in {out}, after {report['wall_s']:.0f} s"))
-
-
-@contextlib.contextmanager
-def _files_of(out: Path) -> Iterator[Path]:
-    """Give a directory whose files move to ``out`` at the end, if there is no error until then."""
-    made, complete = not out.exists(), False
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        staging = tempfile.TemporaryDirectory(prefix=".qualify-", dir=out)
-    except OSError as error:
-        raise _unwritable(out, error) from error
-    try:
-        with staging as path:
-            yield Path(path)
-            try:
-                for file in sorted(Path(path).iterdir()):
-                    file.replace(out / file.name)
-            except OSError as error:
-                raise _unwritable(out, error) from error
-        complete = True
-    finally:
-        if made and not complete:
-            with contextlib.suppress(OSError):
-                out.rmdir()
-
-
-def _unwritable(out: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--out {out}: {error.strerror}; accepted: a directory to write files in")
 
 
 def _write_files(path: Path, report: Mapping[str, Any]) -> None:
