@@ -22,7 +22,8 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNIT_NBYTES |= dict.fromkeys((_letter, f"{_letter}b", f"{_letter}ib"), 2 ** (10 * _power))
 _SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([a-zA-Z]*)\s*", re.ASCII)
 _MOST_NBYTES = 2**63 - 1
-_MOST_IN_FLIGHT = 2**16
+_MOST_QUEUED = 2**16
+_MOST_IN_FLIGHT = 2**15  # as an io_uring takes
 _DAY_S = 86_400
 _ALL_PERCENT = 100
 STORAGE_CODECS = ("none", "fp8", "turboquant-4", "turboquant-3", "ans")
@@ -87,7 +88,7 @@ class Config:
         compile_policies: Run the policies' loops compiled: 10 to 100 times as fast, for 0.4 s at
             start and 120 MiB. None: where there is an NVIDIA driver.
         query_budget_nbytes: Stored bytes that the leases of all instances may hold at once, from
-            the query until the last page is placed. None: any number.
+            the query until the last page is placed; no more than the pool. None: any number.
         query_instance_budget_nbytes: The same for one instance. None: ``query_budget_nbytes``.
         lease_ttl_s: How long a lease that nobody restores is kept.
         storage_codec: Representation of stored segments; ``docs/codecs.md`` says what each does.
@@ -99,6 +100,8 @@ class Config:
         save_pipeline, restore_pipeline: A packaged name, or the path of a definition.
         lock_memory: Lock the pool into RAM where the memlock limit allows.
         pool_wait_s: How long a demand read may wait for pool memory before its page is a miss.
+        trace: File to record from start to close what nodes and queues do; ``docs/tracing.md``.
+            One that is there is replaced. None: nothing is recorded.
     """
 
     pool_nbytes: int = GIB
@@ -126,13 +129,16 @@ class Config:
     restore_pipeline: str | Path = "restore"
     lock_memory: bool = True
     pool_wait_s: float = 5.0
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ssd_cache_paths", _as_paths(self.ssd_cache_paths))
+        if isinstance(self.trace, str):
+            object.__setattr__(self, "trace", Path(self.trace))
         backends = get_args(SsdBackend)
         policies = get_args(WritePolicy)
         read_paths = (None, *get_args(SsdReadPath))
-        some, bound = "a positive number of bytes", "None, or 1 to 65536"
+        some, bound = "a positive number of bytes", "None, or 1 to 32768"
         for setting, stands, accepted in (
             ("pool_nbytes", _is_count(self.pool_nbytes), some),
             (
@@ -148,9 +154,17 @@ class Config:
                 self.ssd_read_path in read_paths,
                 f"None, {', '.join(read_paths[1:])}",
             ),
-            ("ssd_write_queue_depth", _is_bound(self.ssd_write_queue_depth), bound),
-            ("ssd_write_inflight", _is_bound(self.ssd_write_inflight), bound),
-            ("ssd_prefetch_inflight", _is_bound(self.ssd_prefetch_inflight), bound),
+            (
+                "ssd_write_queue_depth",
+                _is_bound(self.ssd_write_queue_depth, _MOST_QUEUED),
+                "None, or 1 to 65536",
+            ),
+            ("ssd_write_inflight", _is_bound(self.ssd_write_inflight, _MOST_IN_FLIGHT), bound),
+            (
+                "ssd_prefetch_inflight",
+                _is_bound(self.ssd_prefetch_inflight, _MOST_IN_FLIGHT),
+                bound,
+            ),
             ("ssd_persist", isinstance(self.ssd_persist, bool), "True or False"),
             (
                 "ssd_checkpoint_interval_s",
@@ -184,11 +198,21 @@ class Config:
             ("restore_pipeline", isinstance(self.restore_pipeline, str | Path), "a name or a path"),
             ("lock_memory", isinstance(self.lock_memory, bool), "True or False"),
             ("pool_wait_s", _is_wait(self.pool_wait_s), "zero or more seconds"),
+            ("trace", self.trace is None or _is_file_name(self.trace), "the path of a file"),
         ):
             if not stands:
                 raise ConfigError(f"{setting}: {getattr(self, setting)!r}; accepted: {accepted}")
-        for setting in ("ssd_persist", "ssd_read_path"):
-            if getattr(self, setting) and not self.ssd_cache_paths:
+        for setting in ("query_budget_nbytes", "query_instance_budget_nbytes"):
+            budget_nbytes = getattr(self, setting)
+            if budget_nbytes is not None and budget_nbytes > self.pool_nbytes:
+                accepted = f"no more than the pool, which is {self.pool_nbytes}"
+                raise ConfigError(f"{setting}: {budget_nbytes}; accepted: {accepted}")
+        for setting, asks in (
+            ("ssd_persist", self.ssd_persist),
+            ("ssd_read_path", self.ssd_read_path is not None),
+            ("ssd_backend", self.ssd_backend == "cufile"),
+        ):
+            if asks and not self.ssd_cache_paths:
                 seen = f"{getattr(self, setting)!r} without ssd_cache_paths"
                 raise ConfigError(f"{setting}: {seen}; accepted: with one or more")
 
@@ -197,8 +221,8 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_bound(value: object) -> bool:
-    return value is None or (_is_count(value) and cast("int", value) <= _MOST_IN_FLIGHT)
+def _is_bound(value: object, most: int) -> bool:
+    return value is None or (_is_count(value) and cast("int", value) <= most)
 
 
 def _is_limit(value: object) -> bool:

@@ -70,7 +70,7 @@ def ssd_route(path: Path) -> Finding:
     return Finding(
         "SSD route",
         available=True,
-        verdict="auto takes cuFile" if reason is None else "auto takes U: by way of DRAM",
+        verdict="auto takes cuFile, past the host" if reason is None else "auto goes by DRAM",
         evidence=reason or "native cuFile",
     )
 

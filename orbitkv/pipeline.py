@@ -44,10 +44,12 @@ class Pipeline:
 
     Attributes:
         sha256: Of the file's bytes, 64 hex digits; stamps every trace of a run.
+        text: The file's bytes, read as UTF-8.
     """
 
     graph: Graph
     sha256: str
+    text: str
 
 
 def packaged_names() -> tuple[str, ...]:
@@ -74,10 +76,11 @@ def load_pipeline(source: str | Path) -> Pipeline:
         reason = f"{seen}; accepted: a file, or one of {names}"
         raise GraphError(str(source), (reason,)) from error
     try:
-        table = tomllib.loads(document.decode())
+        text = document.decode()
+        table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise GraphError(str(source), (f"not TOML: {error}",)) from error
-    return Pipeline(_Reader(path.stem).read(table), hashlib.sha256(document).hexdigest())
+    return Pipeline(_Reader(path.stem).read(table), hashlib.sha256(document).hexdigest(), text)
 
 
 def with_settings(graph: Graph, config: Config) -> Graph:
@@ -201,10 +204,10 @@ class _Reader:
             return None
         works = any(
             all(callable(getattr(found, name, None)) for name in names)
-            for names in (("run",), ("prepare", "run_item"))
+            for names in (("run",), ("prepare", "run_item"), ("split",))
         )
         if not isinstance(found, type) or not works:
-            wanted = "a class with inputs, outputs, lanes and run, or prepare and run_item"
+            wanted = "a class with inputs, outputs, lanes and run, prepare and run_item, or split"
             self.faults.append(f"{where}: stage {name!r} is {found!r}; accepted: {wanted}")
             return None
         implementation: Any = found

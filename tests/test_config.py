@@ -139,6 +139,14 @@ def test_a_config_cannot_be_changed() -> None:
         ({"storage_codec": "zip"}, "storage_codec: 'zip'; accepted: none"),
         ({"nvcomp_library": ""}, "nvcomp_library: ''; accepted: a path or name, or None"),
         ({"nvcomp_library": Path("a")}, "nvcomp_library: PosixPath('a'); accepted: a path or"),
+        (
+            {"pool_nbytes": 4096, "query_budget_nbytes": 4097},
+            "query_budget_nbytes: 4097; accepted: no more than the pool, which is 4096",
+        ),
+        (
+            {"pool_nbytes": 4096, "query_instance_budget_nbytes": 8192},
+            "query_instance_budget_nbytes: 8192; accepted: no more than the pool, which is 4096",
+        ),
         ({"pool_wait_s": -0.1}, "pool_wait_s: -0.1; accepted: zero or more seconds"),
         ({"ssd_checkpoint_interval_s": 0}, "ssd_checkpoint_interval_s: 0; accepted: more than"),
         ({"ssd_checkpoint_interval_s": float("nan")}, "ssd_checkpoint_interval_s: nan; accepted"),

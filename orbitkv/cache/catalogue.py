@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -49,7 +49,7 @@ class Copy:
         memory: uint8[nbytes] of the pool; None on SSD, and once freed.
         source: The copy that this one is being filled from, pinned until it is admitted or freed.
         write_queued: A write to SSD has been asked for and has not ended.
-        handle: Retention's name of a findable copy in DRAM.
+        handle: Retention's name of a findable copy in DRAM; -1 for every other one.
         skipped: Eviction has come to it while it was pinned, and passes it until it is not.
     """
 
@@ -142,6 +142,24 @@ class Catalogue:
     def find(self, digest: bytes, tier: Tier) -> Copy | None:
         """The findable copy of an object in one tier."""
         return self._shelves[tier].findable.get(digest)
+
+    def find_run(self, digests: Iterable[bytes], tiers: Sequence[Tier]) -> list[Copy]:
+        """The findable copies of objects in order, up to the first that no tier has.
+
+        Args:
+            digests: Read no further than that object.
+            tiers: Where to look, nearest first.
+        """
+        find, *finders = [self._shelves[tier].findable.get for tier in tiers]
+        found: list[Copy] = []
+        for digest in digests:
+            copy = find(digest)
+            if copy is None:
+                copy = next(filter(None, (look(digest) for look in finders)), None)
+                if copy is None:
+                    break
+            found.append(copy)
+        return found
 
     def is_resident(self, digest: bytes) -> bool:
         """Whether any tier has the object."""
@@ -338,21 +356,34 @@ class Catalogue:
 
     def pin(self, copy: Copy) -> None:
         """Keep a copy's bytes where they are until the matching ``unpin``."""
-        if copy.pins == 0:
-            self._shelves[copy.tier].pinned_nbytes += copy.nbytes
-        copy.pins += 1
+        self.pin_all((copy,))
+
+    def pin_all(self, copies: Iterable[Copy]) -> None:
+        """Pin each copy as often as it is named."""
+        for copy in copies:
+            if copy.pins == 0:
+                self._shelves[copy.tier].pinned_nbytes += copy.nbytes
+            copy.pins += 1
 
     def unpin(self, copy: Copy) -> None:
         """End one use of a copy's bytes. Only after its last DMA or I/O has ended."""
-        assert copy.pins > 0, "unpinned more often than pinned"
-        copy.pins -= 1
-        if copy.pins == 0:
-            self._shelves[copy.tier].pinned_nbytes -= copy.nbytes
-            if copy.hidden:
-                self._free(copy)
-            elif copy.skipped:
-                copy.skipped = False
-                self.retention.unpin([copy.handle])
+        self.unpin_all((copy,))
+
+    def unpin_all(self, copies: Iterable[Copy]) -> None:
+        """Unpin each copy as often as it is named; who waits for pool memory gets it after that."""
+        ended = False
+        for copy in copies:
+            copy.pins = pins = copy.pins - 1
+            if pins <= 0:
+                assert pins == 0, "unpinned more often than pinned"
+                ended = True
+                self._shelves[copy.tier].pinned_nbytes -= copy.nbytes
+                if copy.hidden:
+                    self._free(copy)
+                elif copy.skipped:
+                    copy.skipped = False
+                    self.retention.unpin([copy.handle])
+        if ended:
             self._serve()
 
     def hide(self, copy: Copy) -> None:
@@ -469,6 +500,7 @@ class Catalogue:
             self.extents.withdraw(copy)
         elif self._by_handle.pop(copy.handle, None):
             self.retention.remove([copy.handle])
+        copy.handle = -1
 
     def _inherit(self, ousted: Copy) -> int:
         """Take over an ousted copy's range as it is, without a way through the free ranges."""
@@ -572,4 +604,4 @@ class Catalogue:
 
 
 def _handles(copies: Sequence[Copy]) -> list[int]:
-    return [copy.handle for copy in copies if copy.tier is Tier.DRAM and not copy.hidden]
+    return [copy.handle for copy in copies if copy.handle >= 0]

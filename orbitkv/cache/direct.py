@@ -88,18 +88,32 @@ class Gate:
             self.log.error("direct_route_closed", reason=self.closed_reason)
 
 
+class Job(Protocol):
+    """Writes of one batch, queued or active."""
+
+    @property
+    def device(self) -> int:
+        """Ordinal of the GPU."""
+        ...
+
+    @property
+    def ended(self) -> asyncio.Future[None]:
+        """Ends when the last of them has."""
+        ...
+
+
 @dataclass(slots=True)
 class DirectRoute:
     """One direction of the direct route, as the stages of a pipeline see it.
 
     Attributes:
         slots: By the ordinal of the GPU.
-        jobs: Writes queued or active, by the ordinal of the GPU.
+        jobs: Writes queued or active.
     """
 
     gate: Gate
     slots: dict[int, SlotPool] = field(default_factory=dict)
-    jobs: Counter[int] = field(default_factory=Counter)
+    jobs: set[Job] = field(default_factory=set)
 
     def open_device(self, device: int, slots: Iterable[Slot]) -> None:
         """Take the slots of a GPU into use."""
@@ -109,6 +123,15 @@ class DirectRoute:
         """Whether new work on a GPU's pages may go here."""
         return self.gate.closed_reason is None and device in self.slots
 
+    def has_place(self, device: int) -> bool:
+        """Whether another job of a GPU may be queued."""
+        return sum(job.device == device for job in self.jobs) < MOST_JOBS
+
+    async def written(self) -> None:
+        """Wait until every job of now has ended."""
+        if jobs := [job.ended for job in self.jobs]:
+            await asyncio.wait(jobs)
+
     def leaks(self) -> list[str]:
         """Slots and jobs still in use: none at rest."""
         found = [
@@ -116,9 +139,9 @@ class DirectRoute:
             for device, pool in self.slots.items()
             if pool.taken
         ]
-        return found + [
-            f"direct jobs of cuda:{d}: {count}" for d, count in self.jobs.items() if count
-        ]
+        if self.jobs:
+            found.append(f"direct jobs: {len(self.jobs)}")
+        return found
 
 
 class Piece(NamedTuple):

@@ -147,7 +147,7 @@ class Arrival:
         """
         leases, tiers = [lease for lease, _ in self._asked], tuple(Tier)
         slowest = [
-            max((lease.copies[page][0].tier for lease in leases), key=tiers.index)
+            max((lease.copies[page].tier for lease in leases), key=tiers.index)
             for page in range(self.pages)
         ]
         return {tier: slowest.count(tier) for tier in tiers}

@@ -232,7 +232,15 @@ class Session:
             saves=False,
             request=lambda number, event: wire.Restore(number, handle, hashes, indices, event),
         )
-        return self._begin(remote, hashes, lambda ticket: self._move(move, ready, ticket))
+
+        async def moved(ticket: Ticket) -> wire.Ended:
+            try:
+                return await self._move(move, ready, ticket)
+            except OrbitError:  # the daemon may not have been asked, or may have refused
+                self._calls.tell(wire.Release(self._calls.next_number(), handle))
+                raise
+
+        return self._begin(remote, hashes, moved)
 
     async def flush(self, *, evict_dram: bool) -> Flushed:
         """As the manager's, of all that the daemon holds."""

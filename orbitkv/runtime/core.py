@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import structlog
 
-from orbitkv.cache.admission import hashes_of
+from orbitkv.cache.admission import WritePolicy, hashes_of
 from orbitkv.cache.catalogue import Copy, Tier
 from orbitkv.codecs import open_codec
 from orbitkv.codecs.base import GpuCodec
 from orbitkv.codecs.slots import SlotCodecs, bind_slots
-from orbitkv.config import Config
+from orbitkv.config import Config, SsdBackend
 from orbitkv.errors import (
     Cancelled,
     Closed,
@@ -42,6 +42,8 @@ from orbitkv.runtime.persistence import Persistence, open_tiers
 from orbitkv.runtime.preadv import Demand, PreadLane
 from orbitkv.runtime.requests import TARGET_BATCH_NBYTES, Cutter, pack
 from orbitkv.runtime.runtime import NodeStatistics, OwnedLane, Runtime
+from orbitkv.runtime.spans import PipelineTrace
+from orbitkv.runtime.trace import Tracer, TraceTotals, make_header, open_trace
 from orbitkv.runtime.uring import RingLane, open_io_lane
 from orbitkv.segment import (
     Geometry,
@@ -131,15 +133,16 @@ class Core:
         self._bound: dict[Geometry, SlotCodecs] = {}
         self._io_lanes: list[RingLane | PreadLane] = []
         self._demand = Demand()
+        self._trace: Tracer | None = None
         self._log = log or _logger()
 
     async def __aenter__(self) -> Self:
         self._loop, self._thread = asyncio.get_running_loop(), threading.current_thread()
         config = self.config
-        graphs = [
-            with_settings(load_pipeline(source).graph, config)
-            for source in (config.save_pipeline, config.restore_pipeline)
+        self._pipelines = [
+            load_pipeline(source) for source in (config.save_pipeline, config.restore_pipeline)
         ]
+        graphs = [with_settings(pipeline.graph, config) for pipeline in self._pipelines]
         self._codec = open_codec(
             config.storage_codec,
             rotation_seed=config.rotation_seed,
@@ -174,8 +177,11 @@ class Core:
             )
             self._check_entries()
             self._settle_ssd_routes()
+            opened.push_async_callback(self.end_trace)
             for runtime in (self._save, self._fetch):
                 await opened.enter_async_context(runtime)
+            if config.trace:
+                await self.begin_trace(await asyncio.to_thread(open_trace, config.trace))
             await self._register_pool()
             self._tell_what_is_off()
             self._opened = opened.pop_all()
@@ -199,15 +205,20 @@ class Core:
         if node.lane_kind == "stream":
             return self._wrap_lane(self.devices.stream_lane(node.lane))
         if node.lane_kind == "file":
-            paths = self.config.ssd_cache_paths
-            return self._wrap_lane(self.devices.file_lane(node.lane, direction, paths))
+            lane = self.devices.file_lane(
+                node.lane,
+                direction,
+                self.config.ssd_cache_paths,
+                chosen=self._ssd_choice(direction) == "cufile",
+            )
+            return self._wrap_lane(lane)
         if node.lane_kind != "ring":
             return self._wrap_lane(HostLane(node.lane))
-        backend = self.config.ssd_backend
+        chosen = self._ssd_choice(direction)
         ring = open_io_lane(
             node.lane,
             depth=node.depth,
-            backend="auto" if backend == "cufile" else backend,
+            backend="auto" if chosen == "cufile" else chosen,
             log=self._log.info,
             demand=self._demand,
         )
@@ -235,24 +246,31 @@ class Core:
             )
 
     def _settle_ssd_routes(self) -> None:
-        """Say which way each direction takes to SSD, and why; refuse to start without cuFile.
+        """Say which way each direction takes to SSD, and why.
 
-        That is, where it was chosen, and cannot be had or leads nowhere.
+        Raises:
+            Unavailable: the way that was chosen cannot be had here, or no definition leads there.
         """
-        config = self.config
-        reading = config.ssd_read_path or config.ssd_backend
-        for setting, chosen, runtime, stage in (
-            ("ssd_backend", config.ssd_backend, self._save, "write_cufile"),
-            ("ssd_read_path", reading, self._fetch, "read_cufile"),
+        for setting, direction, runtime, verb in (
+            ("ssd_backend", "save", self._save, "write"),
+            ("ssd_read_path", "restore", self._fetch, "read"),
         ):
-            if not config.ssd_cache_paths:
+            if not self.config.ssd_cache_paths:
                 return
-            reason = _why_off(runtime, stage)
-            if reason and chosen == "cufile":
-                raise Unavailable(f"{setting} 'cufile': {reason}")
+            chosen = self._ssd_choice(direction)
+            reason = _why_off(runtime, f"{verb}_cufile")
+            by_host = _why_off(runtime, verb)
+            refused = {"auto": None, "cufile": reason}.get(chosen, by_host)
+            if refused:
+                raise Unavailable(f"{setting} {chosen!r}: {refused}")
             backends = {lane.backend for lane in self._io_lanes}
-            taken = ", ".join(sorted(backends)) if reason else "cufile"
+            taken = "cufile" if reason is None else by_host or ", ".join(sorted(backends))
             self._log.info("ssd_route", setting=setting, chosen=chosen, taken=taken, reason=reason)
+
+    def _ssd_choice(self, direction: str) -> SsdBackend:
+        """What is to write, or to read, the SSD tier."""
+        read_path = self.config.ssd_read_path if direction == "restore" else None
+        return read_path or self.config.ssd_backend
 
     def _tell_what_is_off(self) -> None:
         """Say once, at start, what this machine does not give."""
@@ -307,6 +325,15 @@ class Core:
                 raise ImpossibleRequest(
                     f"one page of group {group!r} takes {nbytes} bytes; too small for it: "
                     + ", ".join(small)
+                )
+            extents = self.catalogue.extents
+            if extents and nbytes > extents.shard_nbytes:  # DRAM serves it all the same
+                self.catalogue.counters["ssd_groups_too_large"] += 1
+                self._log.warning(
+                    "ssd_group_too_large",
+                    group=group,
+                    object_nbytes=nbytes,
+                    shard_nbytes=extents.shard_nbytes,
                 )
         if paged.device is not None:
             await self.devices.open(paged, self._bound[geometry])
@@ -365,6 +392,9 @@ class Core:
                     resident.append(page_hash)
 
         ticket = Ticket(conclude)
+        if self._trace is not None:
+            hashes, indices = zip(*pages, strict=True) if pages else ((), ())
+            self._trace.arrived("publish", instance.namespace, ticket, hashes, indices)
         batches = self._cutter.publish(ticket, instance.tensors, fresh(), self._save, ready)
         self._send_off(instance, ticket, self._save, batches)
         ticket.when_done(lambda: self._touch_from_the_end(saved))
@@ -379,10 +409,11 @@ class Core:
         """Find the longest prefix of which every state group is in a tier that can be read."""
         self._check_open(instance)
         check_hashes(hashes)
-        found = self._find_prefix(instance, hashes)
-        lease = self.leases.grant(instance, hashes, found)
+        if self._trace is not None:
+            self._trace.arrived("query", instance.namespace, None, hashes)
+        lease = self.leases.grant(instance, hashes, self._find_prefix(instance, hashes))
         # From the end, so that eviction takes a prefix's tail before its head.
-        self._note_demand(instance, hashes, [c for page in reversed(lease.copies) for c in page])
+        self._note_demand(instance, hashes, lease.copies[::-1])
         return lease
 
     async def prepare(self, instance: Instance, hashes: tuple[bytes, ...]) -> PrefixLease:
@@ -396,11 +427,13 @@ class Core:
             lease.hashes,
             [
                 (copy, Destination(page_hash, 0, slots))
-                for page_hash, page in zip(lease.hashes, lease.copies, strict=True)
-                for copy, slots in zip(page, groups, strict=True)
+                for (page_hash, slots), copy in zip(
+                    itertools.product(lease.hashes, groups), lease.copies, strict=True
+                )
                 if copy.tier is Tier.SSD
             ],
             (),
+            kind="prepare",
         )
         return lease
 
@@ -411,15 +444,14 @@ class Core:
         found: list[bytes] = []
         missed: list[bytes] = []
         items: list[tuple[Copy, Destination]] = []
+        groups = instance.geometry.groups.values()
         for page_hash in dict.fromkeys(hashes):
             page = self._find_prefix(instance, (page_hash,))
             (found if page else missed).append(page_hash)
-            for copy, slots in zip(
-                page[0] if page else (), instance.geometry.groups.values(), strict=bool(page)
-            ):
+            for copy, slots in zip(page, groups, strict=bool(page)):
                 if copy.tier is Tier.SSD:
                     items.append((copy, Destination(page_hash, 0, slots)))
-        return self._bring(instance, tuple(found), items, tuple(missed))
+        return self._bring(instance, tuple(found), items, tuple(missed), kind="warm")
 
     def _bring(
         self,
@@ -427,8 +459,15 @@ class Core:
         hashes: tuple[bytes, ...],
         items: list[tuple[Copy, Destination]],
         missed: tuple[bytes, ...],
+        *,
+        kind: str,
     ) -> Ticket:
         """Read copies on SSD into DRAM, through U, whichever way demand takes."""
+        if not self._fetch.accepts(ReadBatch):
+            there = {target.page_hash for _, target in items}
+            missed = (*missed, *(page_hash for page_hash in hashes if page_hash in there))
+            hashes = tuple(page_hash for page_hash in hashes if page_hash not in there)
+            items = []
 
         def conclude(done: tuple[bytes, ...], not_done: tuple[bytes, ...]) -> Outcome:
             del done
@@ -439,33 +478,24 @@ class Core:
         for copy, _ in items:
             self.catalogue.pin(copy)
         ticket = Ticket(conclude)
+        if self._trace is not None:
+            self._trace.arrived(kind, instance.namespace, ticket, hashes)
         batches = self._cutter.restore(
             ticket, instance.tensors, {ReadBatch: items}, self._fetch, None, stays=True
         )
         self._send_off(instance, ticket, self._fetch, batches)
         return ticket
 
-    def _find_prefix(
-        self, instance: Instance, hashes: tuple[bytes, ...]
-    ) -> tuple[tuple[Copy, ...], ...]:
-        """The copies of each page, as far as every state group of it is in a tier."""
+    def _find_prefix(self, instance: Instance, hashes: tuple[bytes, ...]) -> list[Copy]:
+        """The copies of page after page, as far as every state group of it is in a tier."""
         tiers = [
             tier for tier, stations in STATIONS.items() if any(map(self._fetch.accepts, stations))
         ]
-        find, (first, *others) = self.catalogue.find, tiers
         columns: list[list[Copy]] = []
         for digest_of in instance.digests:
-            column: list[Copy] = []
-            for page_hash in hashes[: len(columns[-1])] if columns else hashes:
-                digest = digest_of[page_hash]
-                copy = find(digest, first) or next(
-                    filter(None, (find(digest, tier) for tier in others)), None
-                )
-                if copy is None:
-                    break
-                column.append(copy)
-            columns.append(column)
-        return tuple(zip(*columns, strict=False))
+            asked = hashes[: len(columns[-1])] if columns else hashes
+            columns.append(self.catalogue.find_run(map(digest_of.__getitem__, asked), tiers))
+        return list(itertools.chain.from_iterable(zip(*columns, strict=False)))
 
     def _note_demand(
         self, instance: Instance, hashes: Sequence[bytes], copies: Sequence[Copy]
@@ -476,6 +506,8 @@ class Core:
         if catalogue.lfu:
             digests = [digest_of[h] for digest_of in instance.digests for h in hashes]
             catalogue.lfu.record(hashes_of(digests))
+        if catalogue.writes.policy is WritePolicy.ALL:
+            return  # it writes what is new, and this is not
         in_dram = {copy.digest: copy for copy in copies if copy.tier is Tier.DRAM}
         wanted = [in_dram[digest] for digest in catalogue.writes.query(list(in_dram))]
         if wanted and self._save.accepts(WriteBatch):
@@ -505,32 +537,42 @@ class Core:
             return Restored(done, not_done, ticket.ready) if done else Miss(not_done)
 
         ticket = Ticket(conclude)
+        if self._trace is not None:
+            indices = tuple(destinations.values())
+            self._trace.arrived("restore", instance.namespace, ticket, tuple(destinations), indices)
         groups = tuple(instance.geometry.groups.values())
         from_ssd = self._ssd_station(instance.tensors)
         work: dict[type[RestoreBatch], list[tuple[Copy, Destination]]] = {
             FetchBatch: [],
             from_ssd: [],
         }
-        for page_hash, copies in zip(lease.hashes, lease.copies, strict=True):
-            for copy, slots in zip(copies, groups, strict=True):
-                if page_hash not in destinations:
-                    self.catalogue.unpin(copy)
-                    continue
-                target = Destination(page_hash, destinations[page_hash], slots)
-                nearest = self._nearest(copy)
-                work[FetchBatch if nearest.tier is Tier.DRAM else from_ssd].append(
-                    (nearest, target)
-                )
+        lost: list[bytes] = []
+        pages = itertools.product(lease.hashes, groups)
+        for (page_hash, slots), copy in zip(pages, lease.copies, strict=True):
+            if page_hash not in destinations:
+                self.catalogue.unpin(copy)
+                continue
+            target = Destination(page_hash, destinations[page_hash], slots)
+            nearest = self._nearest(copy)
+            station = FetchBatch if nearest.tier is Tier.DRAM else from_ssd
+            if self._fetch.accepts(station):
+                work[station].append((nearest, target))
+            else:  # S alone reads here, and cuFile has failed since
+                self.catalogue.unpin(nearest)
+                lost.append(page_hash)
         self.leases.spend(lease)
         if lease.claim:
             ticket.when_done(lease.claim.release)
+        if lost:
+            ticket.part(tuple(lost)).settle(done=())
         batches = self._cutter.restore(ticket, instance.tensors, work, self._fetch, ready)
         self._send_off(instance, ticket, self._fetch, batches)
         return ticket
 
     def _nearest(self, copy: Copy) -> Copy:
         """The copy in DRAM that came since a lease was granted, in place of the one on SSD."""
-        if copy.tier is Tier.SSD and (resident := self.catalogue.find(copy.digest, Tier.DRAM)):
+        leads = copy.tier is Tier.SSD and self._fetch.accepts(FetchBatch)
+        if leads and (resident := self.catalogue.find(copy.digest, Tier.DRAM)):
             self.catalogue.pin(resident)
             self.catalogue.unpin(copy)
             return resident
@@ -546,6 +588,7 @@ class Core:
     async def flush(self, *, evict_dram: bool) -> Flushed:
         """Write what SSD lacks, waiting where writeback would drop; then evict, if asked to."""
         unwritten: list[Copy] = []
+        await self.devices.direct["save"].written()  # else U would write the same objects
         if self._save.accepts(WriteBatch):
             wanted = self._unwritten()
             fresh = [copy for copy in wanted if not copy.write_queued]
@@ -604,6 +647,57 @@ class Core:
         self._feeding.add(feeding)
         feeding.add_done_callback(self._feeding.discard)
 
+    async def begin_trace(
+        self, file: BinaryIO, *, digests: bool = False, payloads: bool = False
+    ) -> None:
+        """Record what happens from now on, to a file that is the core's from the call on.
+
+        Raises:
+            Closed: another trace is being recorded.
+        """
+        if self._trace is not None:
+            file.close()
+            raise Closed("a trace is being recorded already; accepted: one at a time")
+        runtimes = (self._save, self._fetch)
+        header = make_header(
+            self.config,
+            {
+                direction: (pipeline, runtime.graph, runtime.unavailable)
+                for direction, pipeline, runtime in zip(
+                    ("save", "restore"), self._pipelines, runtimes, strict=True
+                )
+            },
+            digests=digests,
+            payloads=payloads,
+            devices=self.devices.ordinals,
+        )
+        self._trace = Tracer(
+            file, header, catalogue=self.catalogue, log=self._log, on_drop=self._stop_telling
+        )
+        for instance in self._instances:
+            for ticket in instance.tickets:
+                self._trace.arrived("under way", instance.namespace, ticket, ())
+        for direction, runtime in zip(("save", "restore"), runtimes, strict=True):
+            runtime.trace_with(PipelineTrace(self._trace, direction))
+
+    async def end_trace(self) -> TraceTotals | None:
+        """End the recording: all it has is in the file then. None: there was none."""
+        trace = self._trace
+        if trace is None:
+            return None
+        self._stop_telling()
+        return await trace.close()
+
+    def _stop_telling(self) -> None:
+        self._trace = None
+        for runtime in (self._save, self._fetch):
+            runtime.trace_with(None)
+
+    @property
+    def trace(self) -> Tracer | None:
+        """What is being recorded; None: nothing is."""
+        return self._trace
+
     async def statistics(self) -> ManagerStatistics:
         """Take a snapshot."""
         pool, extents = self.catalogue.pool, self.catalogue.extents
@@ -626,8 +720,11 @@ class Core:
         return [(runtime.graph, runtime.unavailable) for runtime in (self._save, self._fetch)]
 
     def faults(self) -> list[str]:
-        """Tell of each pipeline that a bug has stopped."""
-        return [str(runtime.fault) for runtime in (self._save, self._fetch) if runtime.fault]
+        """Tell of each pipeline that a bug has stopped, and of a direct route that is closed."""
+        found = [str(runtime.fault) for runtime in (self._save, self._fetch) if runtime.fault]
+        if self.devices.gate.closed_reason:
+            found.append(f"the direct route is closed: {self.devices.gate.closed_reason}")
+        return found
 
     async def leaks(self) -> list[str]:
         """List everything that is not as it must be at rest."""

@@ -11,7 +11,7 @@ import structlog
 from orbitkv.cache.catalogue import Catalogue
 from orbitkv.cache.direct import DirectRoute, Gate
 from orbitkv.codecs.slots import SlotCodecs
-from orbitkv.errors import Closed
+from orbitkv.errors import Closed, DirectFault
 from orbitkv.runtime.cuda import CudaLane, Device
 from orbitkv.runtime.cufile import CuFileLane
 from orbitkv.runtime.lanes import drain_task
@@ -26,6 +26,7 @@ class Devices:
 
     Attributes:
         direct: The way past the host of each pipeline, ``save`` and ``restore``.
+        gate: Of both.
     """
 
     def __init__(
@@ -34,11 +35,11 @@ class Devices:
         self._catalogue = catalogue
         self._arena_nbytes = arena_nbytes
         self._streams: list[CudaLane] = []
-        self._files: list[tuple[CuFileLane, DirectRoute]] = []
+        self._files: list[tuple[CuFileLane, DirectRoute, bool]] = []
         self._opened: dict[int, Device] = {}
         self._opening = asyncio.Lock()
         self._closing = False
-        gate = Gate(catalogue.counters, log)
+        self.gate = gate = Gate(catalogue.counters, log)
         self.direct = {"save": DirectRoute(gate), "restore": DirectRoute(gate)}
 
     @property
@@ -46,16 +47,27 @@ class Devices:
         """Every lane of streams."""
         return self._streams
 
+    @property
+    def ordinals(self) -> tuple[int, ...]:
+        """Of the GPUs that are in use."""
+        return tuple(self._opened)
+
     def stream_lane(self, name: str) -> CudaLane:
         """Make a lane that gets a stream on each GPU."""
         lane = CudaLane(name, self._arena_nbytes)
         self._streams.append(lane)
         return lane
 
-    def file_lane(self, name: str, direction: str, paths: Sequence[Path]) -> CuFileLane:
-        """Make a lane that gets registered slots on each GPU, for one pipeline."""
+    def file_lane(
+        self, name: str, direction: str, paths: Sequence[Path], *, chosen: bool
+    ) -> CuFileLane:
+        """Make a lane that gets registered slots on each GPU, for one pipeline.
+
+        Args:
+            chosen: A GPU without them is refused, instead of served by U.
+        """
         lane = CuFileLane(name, paths)
-        self._files.append((lane, self.direct[direction]))
+        self._files.append((lane, self.direct[direction], chosen))
         return lane
 
     async def open(self, tensors: PagedTensors, codecs: SlotCodecs) -> None:
@@ -63,7 +75,7 @@ class Devices:
 
         Raises:
             Unavailable: there is no such GPU, or the pool cannot be pinned.
-            DirectFault: cuFile refuses.
+            DirectFault: cuFile refuses, and was chosen.
         """
         ordinal = tensors.device
         assert ordinal is not None
@@ -77,9 +89,15 @@ class Devices:
             device = self._opened[ordinal]
             for stream_lane in self._streams:
                 stream_lane.open_device(device)
-            for lane, route in self._files:
-                await drain_task(asyncio.to_thread(lane.open_device, device))
-                route.open_device(ordinal, lane.slots(ordinal))
+            for lane, route, chosen in self._files:
+                try:
+                    await drain_task(asyncio.to_thread(lane.open_device, device))
+                except DirectFault as fault:
+                    if chosen:
+                        raise
+                    route.gate.close(fault)
+                else:
+                    route.open_device(ordinal, lane.slots(ordinal))
             await drain_task(asyncio.to_thread(device.prepare, tensors, codecs))
 
     async def end_opening(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -23,7 +23,7 @@ class PrefixLease:
 
     Attributes:
         hashes: The prefix, in order: the first ``len(hashes)`` of those asked for.
-        copies: The objects of each page, one a state group.
+        copies: The objects of its pages, page after page; of each one a state group, in order.
         spent: Released, restored or expired.
         expired: Nobody restored or released it in time.
         preparation: Of ``prepare``: ends when what SSD alone had is in DRAM too.
@@ -31,7 +31,7 @@ class PrefixLease:
 
     instance: Instance
     hashes: tuple[bytes, ...]
-    copies: tuple[tuple[Copy, ...], ...]
+    copies: Sequence[Copy]
     _release: Callable[[PrefixLease], None]
     claim: Claim | None = None
     expiry: asyncio.TimerHandle | None = None
@@ -45,7 +45,7 @@ class PrefixLease:
 
     def tiers(self) -> dict[Tier, int]:
         """How many objects come from each tier."""
-        found = [copy.tier for page in self.copies for copy in page]
+        found = [copy.tier for copy in self.copies]
         return {tier: found.count(tier) for tier in Tier}
 
     def __enter__(self) -> Self:
@@ -87,24 +87,24 @@ class Leases:
         return [lease for lease in self._standing if lease.instance is instance]
 
     def grant(
-        self, instance: Instance, hashes: tuple[bytes, ...], pages: tuple[tuple[Copy, ...], ...]
+        self, instance: Instance, hashes: tuple[bytes, ...], copies: Sequence[Copy]
     ) -> PrefixLease:
         """Pin what was found, for as long as a lease stands; nothing where the quota is too small.
 
         Args:
             hashes: Those asked for.
-            pages: Copies of the first of them.
+            copies: The objects of the first of them, as the lease has them.
         """
-        nbytes = sum(copy.nbytes for page in pages for copy in page)
+        nbytes = sum([copy.nbytes for copy in copies])
         claim = self.quota.claim(instance, nbytes)
         if claim is None:
             oversized = nbytes > self.quota.each_nbytes
             self._catalogue.counters["query_oversized" if oversized else "query_budget_full"] += 1
-            pages = ()
-        lease = PrefixLease(instance, hashes[: len(pages)], pages, self._release, claim)
-        if pages:
-            for copy in (copy for page in pages for copy in page):
-                self._catalogue.pin(copy)
+            copies = ()
+        found = hashes[: len(copies) // len(instance.geometry.groups)]
+        lease = PrefixLease(instance, found, copies, self._release, claim)
+        if copies:
+            self._catalogue.pin_all(copies)
             lease.expiry = self._loop.call_later(self._ttl_s, self._expire, lease)
         self._standing.add(lease)
         return lease
@@ -121,8 +121,7 @@ class Leases:
         if lease.spent:
             return
         self.spend(lease)
-        for copy in (copy for page in lease.copies for copy in page):
-            self._catalogue.unpin(copy)
+        self._catalogue.unpin_all(lease.copies)
         if lease.claim:
             lease.claim.release()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -192,9 +192,8 @@ class DirectWrite(Protocol):
         """Digests of the objects that are to be on SSD."""
         ...
 
-    @property
-    def taken(self) -> Awaitable[AbstractSet[bytes]]:
-        """Ends with those of them that the direct route writes."""
+    async def taken(self) -> AbstractSet[bytes]:
+        """Those of them that the direct route writes."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Iterable
 from typing import ClassVar
 
@@ -54,8 +54,8 @@ class WriteCuFile:
 class ReadCuFile:
     """Read extents into registered slots, those beside each other in the file at once.
 
-    One batch after the other, however deep the node: a batch whose first pieces have landed holds
-    room in the arena, and its other pieces must not wait behind one that waits for room.
+    One batch of a GPU after the other, however deep the node: one that has landed in part holds
+    room in the arena, and its other pieces must not wait behind another that waits for room.
 
     In:  ``DirectReadBatch``: copies on SSD, pinned.
     Out: ``LandedBatch``: one slot each.
@@ -66,7 +66,7 @@ class ReadCuFile:
     lanes: ClassVar[Lanes] = frozenset({"file"})
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @staticmethod
     def unavailable(config: Config) -> str | None:
@@ -75,9 +75,10 @@ class ReadCuFile:
 
     async def split(self, batch: DirectReadBatch, ctx: StageContext) -> AsyncGenerator[Outputs]:
         """Read two pieces at a time. What cannot be read is told when all of them have landed."""
-        async with self._turn:
-            assert batch.tensors.device is not None
-            slots = ctx.direct.slots[batch.tensors.device]
+        device = batch.tensors.device
+        assert device is not None
+        async with self._turns[device]:
+            slots = ctx.direct.slots[device]
             batch.sort_by_page()
             pieces = cut_pieces([copy for copy, _ in batch.items])
             batch.pieces_left = unsent = len(pieces)
@@ -96,11 +97,11 @@ class ReadCuFile:
                     unsent -= 1
                     yield {"out": landed}
             finally:
-                batch.pieces_left -= unsent
                 if reading:  # a slot is free when its transfer has ended, and not before
                     await drain(read for _, read in reading)
                 for landed, _ in reading:
-                    slots.release(landed.slot)
+                    landed.end()
+                batch.pieces_left -= unsent - len(reading)
 
 
 async def drain(reads: Iterable[asyncio.Task[None]]) -> None:
@@ -118,6 +119,7 @@ async def _read(landed: LandedBatch, ctx: StageContext) -> None:
     batch, piece, slot = landed.batch, landed.piece, landed.slot
     lane, gate, counters = ctx.lane, ctx.direct.gate, ctx.catalogue.counters
     assert isinstance(lane, FileLane)
+    assert slot
     moved_nbytes, fault = 0, batch.ended_by
     if gate.closed_reason is not None:
         fault = DirectFault(f"closed since: {gate.closed_reason}")
@@ -130,7 +132,7 @@ async def _read(landed: LandedBatch, ctx: StageContext) -> None:
     if fault is not None:
         batch.unread |= dict.fromkeys((number for number, *_ in piece.parts), fault)
         return
-    counters["direct_reads"] += 1
+    counters["direct_transfers"] += 1
     counters["direct_read_nbytes"] += moved_nbytes
     for number, _, at, nbytes in piece.parts:
         if at + nbytes > moved_nbytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 import structlog
 
 from orbitkv.cache.catalogue import Catalogue, Copy, Tier, Want
-from orbitkv.cache.direct import Piece, Slot, SlotPool
+from orbitkv.cache.direct import DirectRoute, Piece, Slot, SlotPool
 from orbitkv.codecs.cuda.workspace import DeviceStream, Workspace
 from orbitkv.codecs.slots import Layout
 from orbitkv.errors import OrbitError, ShortRead
@@ -27,21 +26,22 @@ class DirectWriteBatch:
     The save does not end before this batch has. Whatever it leaves out goes by D and U.
 
     Args:
-        jobs: Of the route, by GPU: counts this one until it ends.
+        route: Counts this job until it ends.
         workspace: Where the images lie; shared with D's batch.
         digests: Of each image.
         layouts: Of each image, where they are known beforehand.
         wanted: Digests of the objects that are to be on SSD.
 
     Attributes:
-        taken: Ends with the digests of the objects whose extents are reserved.
+        ended: Ends when every write has, or none was begun.
+        over: Nothing more is to be done.
     """
 
     part = None  # D settles the save's part; this batch only holds it
 
     def __init__(
         self,
-        jobs: Counter[int],
+        route: DirectRoute,
         publication: Part,
         catalogue: Catalogue,
         tensors: PagedTensors,
@@ -52,8 +52,8 @@ class DirectWriteBatch:
     ) -> None:
         assert tensors.device is not None
         self.device = tensors.device
-        self._jobs = jobs
-        jobs[self.device] += 1
+        self._route = route
+        route.jobs.add(self)
         self.publication = publication
         self.catalogue = catalogue
         self.tensors = tensors
@@ -61,34 +61,51 @@ class DirectWriteBatch:
         self.digests = tuple(digests)
         self.layouts = tuple(layouts)
         self.wanted = wanted
-        self.taken: asyncio.Future[frozenset[bytes]] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._taken: asyncio.Future[frozenset[bytes]] = loop.create_future()
+        self._begun = False
         self.leave_workspace = workspace.share()
-        self._ended = False
         publication.hold()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.ended.done()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the images in the save lane's arena."""
         return sum(layout.nbytes for layout in self.layouts)
 
-    def refuse(self) -> None:
-        """Leave all of it to D and U."""
-        self.catalogue.counters["direct_refused"] += len(self.wanted)
-        self.end()
+    def begin(self) -> bool:
+        """G turns to it. False where D could not wait so long, and has withdrawn it."""
+        self._begun = True
+        return not self.over
+
+    def take(self, digests: frozenset[bytes]) -> None:
+        """Say which objects have extents, and are this batch's to write."""
+        self._taken.set_result(digests)
+
+    async def taken(self) -> frozenset[bytes]:
+        """What is written past the host: nothing where G has not begun, however slow it is."""
+        if not self._begun:
+            self.end()
+        return await asyncio.shield(self._taken)
 
     def end(self) -> None:
         """Every write has ended, or none was begun. Harmless twice."""
-        if not self._ended:
-            self._ended = True
-            if not self.taken.done():
-                self.taken.set_result(frozenset())
-            self._jobs[self.device] -= 1
+        if not self.over:
+            self.ended.set_result(None)
+            if not self._taken.done():
+                self._taken.set_result(frozenset())
+            self._route.jobs.discard(self)
             self.leave_workspace()
             self.publication.let_go()
 
     def abandon(self, error: OrbitError) -> None:  # noqa: ARG002 - the object is in DRAM all the same
         """Leave it to D and U: the edge was full, or the pipeline ends."""
-        self.refuse()
+        self.end()
 
 
 class DirectWrites:
@@ -163,7 +180,8 @@ class StagedBatch:
     """From G to S: one slot of encoded bytes, padding zeroed, and where in a file they go.
 
     Attributes:
-        filled: The event of ``stream`` after which the bytes are in the slot.
+        filled: The event of ``stream`` after which the bytes are in the slot; None before it is
+            asked for.
     """
 
     writes: DirectWrites
@@ -171,7 +189,7 @@ class StagedBatch:
     slots: SlotPool
     slot: Slot
     stream: DeviceStream
-    filled: Any
+    filled: Any = None
     part: None = None
 
     @property
@@ -195,11 +213,13 @@ class DirectReadBatch(RestoreBatch):
 
     Attributes:
         pieces_left: Pieces that G has not got yet.
+        opening: Of its workspace, by whichever piece comes first.
         unread: What could not be read, by number of the item; told when all pieces have landed.
         ended_by: Why the batch ends once no piece is on its way any more.
     """
 
     pieces_left: int = 0
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     unread: dict[int, OrbitError] = field(default_factory=dict)
     ended_by: OrbitError | None = None
 
@@ -211,6 +231,7 @@ class DirectReadBatch(RestoreBatch):
 
     def leave_out_unread(self, log: structlog.stdlib.BoundLogger) -> None:
         """Make pages a miss of which something could not be read; hide what the file lacks."""
+        self.catalogue.counters["direct_reads"] += len(self.items) - len(self.unread)
         for number, fault in self.unread.items():
             copy, destination = self.items[number]
             self.catalogue.counters["ssd_read_faults"] += 1
@@ -228,7 +249,7 @@ class LandedBatch:
     batch: DirectReadBatch
     piece: Piece
     slots: SlotPool
-    slot: Slot
+    slot: Slot | None
     part: None = None
 
     @property
@@ -237,8 +258,11 @@ class LandedBatch:
         return self.piece.nbytes
 
     def end(self) -> bool:
-        """Give the slot back; True where it was the last of its batch."""
-        self.slots.release(self.slot)
+        """Give the slot back; True where it was the last of its batch. Harmless twice."""
+        slot, self.slot = self.slot, None
+        if slot is None:
+            return False
+        self.slots.release(slot)
         self.batch.pieces_left -= 1
         return not self.batch.pieces_left
 

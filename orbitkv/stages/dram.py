@@ -79,7 +79,7 @@ class StoreDram:
         batch.part.settle(done=batch.part.hashes)
         outputs: dict[str, WriteBatch | PeerBatch] = {}
         if "write" in ctx.live_outputs:
-            unwritten = await _unwritten(batch, admitted)
+            unwritten = await _unwritten(batch, admitted, ctx)
             for copy in unwritten:
                 catalogue.queue_write(copy)
             if unwritten:
@@ -117,14 +117,19 @@ class ServeDram:
         return {"out": batch.become(ResidentBatch)}
 
 
-async def _unwritten(batch: SealedBatch, admitted: Sequence[Copy]) -> tuple[Copy, ...]:
+async def _unwritten(
+    batch: SealedBatch, admitted: Sequence[Copy], ctx: StageContext
+) -> tuple[Copy, ...]:
     """What U is to write: what the policy wants, less what goes straight to SSD."""
     wanted: AbstractSet[bytes]
     if batch.direct is None:
         wanted = set(batch.catalogue.writes.save([copy.digest for copy in admitted]))
     else:
-        wanted = batch.direct.wanted - await batch.direct.taken
-    return tuple(copy for copy in admitted if copy.digest in wanted)
+        wanted = batch.direct.wanted - await batch.direct.taken()
+    left = tuple(copy for copy in admitted if copy.digest in wanted)
+    if batch.tensors.device in ctx.direct.slots:
+        batch.catalogue.counters["direct_refused"] += len(left)
+    return left
 
 
 async def _receive(batch: SealedBatch, ctx: StageContext) -> None:

@@ -7,7 +7,6 @@ from typing import ClassVar
 import numpy as np
 
 from orbitkv.cache.catalogue import Tier, Want
-from orbitkv.cache.direct import MOST_JOBS
 from orbitkv.codecs.base import SegmentCodec
 from orbitkv.codecs.cuda.ans_batch import AnsSlots
 from orbitkv.codecs.cuda.tasks import Item
@@ -166,13 +165,12 @@ def _open_direct(batch: EncodedBatch, ctx: StageContext) -> DirectWriteBatch | N
     route, device = ctx.direct, batch.tensors.device
     if "direct" not in ctx.live_outputs or not batch.workspace or device is None:
         return None
-    if not route.takes(device) or route.jobs[device] >= MOST_JOBS:
-        batch.catalogue.counters["direct_refused"] += len(batch.objects)
+    if not route.takes(device) or not route.has_place(device):
         return None
     digests = [entry.key.digest for entry in batch.objects]
     wanted = frozenset(batch.catalogue.writes.save(digests))
     return DirectWriteBatch(
-        route.jobs,
+        route,
         batch.part,
         batch.catalogue,
         batch.tensors,

@@ -16,6 +16,7 @@ from orbitkv.codecs.cuda.workspace import AnsSaving, DeviceStream, Leased, Runs
 from orbitkv.codecs.raw import address_of
 from orbitkv.codecs.slots import Layout
 from orbitkv.config import Config
+from orbitkv.errors import DeviceFault
 from orbitkv.graph import Lanes, Port, Ports
 from orbitkv.objects import CRC32_WORD, pack_head
 from orbitkv.probe import direct_unavailable
@@ -49,6 +50,8 @@ class StageForWrite:
         """Take what is whole and finds room; then fill slot after slot."""
         stream = ctx.stream_of(batch.tensors)
         assert stream
+        if not batch.begin():
+            return
         room: Leased | None = None
 
         def over() -> None:
@@ -62,23 +65,26 @@ class StageForWrite:
             if ctx.direct.takes(batch.device) and not batch.publication.ticket.cancelled:
                 room = await stream.arena.acquire_now(sum(image.layout.nbytes for image in images))
             if room is None or not images:
-                batch.refuse()
                 return
             images = [i for i in images if writes.reserve(i.digest, i.layout.nbytes)]
-            batch.taken.set_result(frozenset(extent.digest for extent in writes.extents))
+            batch.take(frozenset(extent.digest for extent in writes.extents))
             starts = await _bring(images, writes.extents, room.address, stream)
             batch.leave_workspace()
             slots = ctx.direct.slots[batch.device]
             for piece in cut_pieces(writes.extents):
-                slot = await slots.acquire()
+                staged = StagedBatch(writes, piece, slots, await slots.acquire(), stream)
                 writes.begin_piece()
-                filled = stream.copy(
-                    join_runs(
-                        (slot.address + at, starts[number] + start, nbytes)
-                        for number, start, at, nbytes in piece.parts
+                try:
+                    staged.filled = stream.copy(
+                        join_runs(
+                            (staged.slot.address + at, starts[number] + start, nbytes)
+                            for number, start, at, nbytes in piece.parts
+                        )
                     )
-                )
-                yield {"out": StagedBatch(writes, piece, slots, slot, stream, filled)}
+                except BaseException as error:
+                    staged.abandon(DeviceFault(repr(error)))
+                    raise
+                yield {"out": staged}
         finally:
             writes.end()
 
@@ -105,21 +111,30 @@ class LandRead:
         batch, slot = landed.batch, landed.slot
         stream = ctx.stream_of(batch.tensors)
         assert stream
+        assert slot
         parts = [part for part in landed.piece.parts if part[0] not in batch.unread]
-        if parts and not batch.workspace:
-            await open_workspace(batch, stream, ctx.codecs(batch.tensors.geometry).together)
-        if parts and batch.workspace:
+        if parts:
+            async with batch.opening:
+                if not batch.workspace:
+                    together = ctx.codecs(batch.tensors.geometry).together
+                    await open_workspace(batch, stream, together)
+            assert batch.workspace
             batch.workspace.running = True
-            copied = stream.copy(
-                join_runs(
-                    (batch.images[number] + start, slot.address + at, nbytes)
-                    for number, start, at, nbytes in parts
+            try:
+                copied = stream.copy(
+                    join_runs(
+                        (batch.images[number] + start, slot.address + at, nbytes)
+                        for number, start, at, nbytes in parts
+                    )
                 )
-            )
+            except BaseException:
+                await stream.idle()  # some of it may be under way
+                raise
             await stream.reached(copied)
-            batch.workspace.running = False
         if not landed.end():
             return {}
+        if batch.workspace:
+            batch.workspace.running = False
         if batch.ended_by:
             batch.abandon(batch.ended_by)
             return {}
@@ -187,6 +202,9 @@ async def _bring(
                 edges.append((start + payloads.stop, tail, nbytes - payloads.stop))
             end += len(filled)
         await stream.reached(stream.copy([*join_runs(pieces), *edges]))
+    except BaseException:
+        await stream.idle()  # some of it may be under way
+        raise
     finally:
         stream.give_scratch(scratch)
     return starts

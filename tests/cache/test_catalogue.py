@@ -118,6 +118,55 @@ def test_eviction_takes_the_least_recently_used_that_nobody_reads() -> None:
     asyncio.run(scenario())
 
 
+def test_copies_pinned_at_once_stay_until_each_was_unpinned_as_often() -> None:
+    async def scenario() -> None:
+        catalogue = opened(blocks=3)
+        twice, once, free = [await admitted(catalogue, name) for name in range(3)]
+        catalogue.pin_all([twice, once, twice])
+        assert (twice.pins, once.pins, free.pins) == (2, 1, 0)
+        assert await catalogue.reserve_dram([want("x", 2)], urgent=False, wait_s=0) is None
+        waiting = asyncio.create_task(catalogue.reserve_dram([want("x", 2)], urgent=False))
+        catalogue.unpin_all([twice])
+        await settle()
+        assert not waiting.done()
+        assert not any(copy.hidden for copy in (twice, once, free)), "nothing goes in vain"
+        catalogue.unpin_all([once, twice])
+        (copy,) = await waiting or ()
+        assert [copy.hidden for copy in (twice, once, free)] == [True, True, False]
+        catalogue.unpin(copy)
+        assert catalogue.leaks() == []
+
+    asyncio.run(scenario())
+
+
+def test_unpinning_what_is_not_pinned_is_a_bug() -> None:
+    async def scenario() -> None:
+        catalogue = opened()
+        copy = await admitted(catalogue, "a")
+        with pytest.raises(AssertionError, match="more often than pinned"):
+            catalogue.unpin(copy)
+
+    asyncio.run(scenario())
+
+
+def test_a_run_ends_at_the_first_object_that_no_tier_has(extents: ExtentStore[Copy]) -> None:
+    async def scenario() -> None:
+        catalogue = opened(extents)
+        first, both = await admitted(catalogue, 0), await admitted(catalogue, 1)
+        on_ssd(catalogue, 1)
+        third = on_ssd(catalogue, 2)
+        await admitted(catalogue, 4)
+        asked = iter([page_hash(name) for name in (0, 1, 2, 3, 4)])
+        found = catalogue.find_run(asked, [Tier.DRAM, Tier.SSD])
+        assert found == [first, both, third], "the nearest of each"
+        assert next(asked) == page_hash(4), "what comes behind is not looked at"
+        digests = [page_hash(name) for name in (0, 1, 2)]
+        assert catalogue.find_run(digests, [Tier.DRAM]) == [first, both]
+        assert catalogue.find_run(digests[2:], [Tier.DRAM]) == []
+
+    asyncio.run(scenario())
+
+
 def test_request_larger_than_the_pool_is_refused_at_once() -> None:
     async def scenario() -> None:
         catalogue = opened()

@@ -347,10 +347,6 @@ def test_an_event_that_never_happens_holds_up_nobody_else(served: Served) -> Non
 
 
 def test_an_event_that_fails_ends_its_save_alone(client: Client) -> None:
-    class Broken:
-        def wait(self) -> None:
-            raise RuntimeError("a lost device")
-
     engine = Engine.register(client)
     outcome = client.publish(engine.instance, numbered(1).items(), ready=Broken()).result(WAIT_S)
     assert isinstance(outcome, Failed)
@@ -387,6 +383,32 @@ def test_a_save_cancelled_before_its_event_asks_the_daemon_nothing(client: Clien
     outcome = ticket.result(WAIT_S)
     assert isinstance(outcome, Failed)
     assert client.statistics().nodes["save"]["E"].batches == 0
+
+
+class Broken:
+    """An event that fails."""
+
+    def wait(self) -> None:
+        raise RuntimeError("a lost device")
+
+
+@pytest.mark.parametrize("why", ["cancelled", "event failed"])
+def test_a_restore_that_never_asks_the_daemon_gives_its_lease_back(
+    client: Client, why: str
+) -> None:
+    engine = Engine.register(client)
+    engine.save(numbered(4))
+    lease = client.query(engine.instance, list(numbered(4)))
+    ready = threading.Event()
+    event = ready if why == "cancelled" else Broken()
+    ticket = client.restore(lease, numbered(4), ready=event)
+    if why == "cancelled":
+        ticket.cancel()
+        ready.set()
+    outcome = ticket.result(WAIT_S)
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.error, Cancelled if why == "cancelled" else EngineFault)
+    assert settled(client.leaks) == []
 
 
 def test_unregister_returns_once_everything_has_drained(serve: ServedFactory) -> None:

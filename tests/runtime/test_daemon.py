@@ -362,6 +362,10 @@ def test_every_setting_is_a_flag_with_a_help_of_its_own() -> None:
     [
         (("--pool-size", "many"), "--pool-size: 'many' is not a size; accepted: a number of bytes"),
         (("--pool-size", "0"), "--pool-size: 0; accepted: a positive number of bytes"),
+        (
+            ("--pool-size", "4kb", "--query-budget", "8kb"),
+            "--query-budget: 8192; accepted: no more than the pool, which is 4096",
+        ),
         (("--storage-codec", "zip"), "--storage-codec: 'zip'; accepted: none, fp8"),
         (("--max-sessions", "few"), "--max-sessions: 'few'; accepted: a whole number"),
         (("--devices", "0,x"), "--devices: '0,x'; accepted: all, or 0,1"),
