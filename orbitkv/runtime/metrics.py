@@ -204,8 +204,8 @@ def _named(metric: str, text: str, **labels: str) -> Named:
 _EVICTED = "Objects evicted, by tier."
 _CORRUPT = "Objects found damaged, by tier."
 _WRITES = "Objects asked to be written to SSD, by what became of them."
-_FAULTS = "Transfers to and from SSD that failed."
-_SSD_NBYTES = "Bytes moved to and from SSD."
+_FAULTS = "Objects that could not be written to SSD, or read from it."
+_SSD_NBYTES = "Bytes moved between DRAM and SSD."
 _FOUND = "Objects that queries found, by tier."
 _CLASSES = "Objects evicted from DRAM, by their class."
 _SKIPS = "Writes to SSD that the write policy did not ask for, by reason."
@@ -213,6 +213,9 @@ _LFU = "New objects that LFU admission judged."
 _REFUSED = "Queries that got nothing, because their pages exceed a budget."
 _DIRECT = "Objects moved between GPU and SSD without DRAM."
 _DIRECT_NBYTES = "Bytes moved between GPU and SSD without DRAM."
+_DIRECT_REFUSED = "Objects left to U although the direct route is in use."
+_DIRECT_FAULTS = "Failures of cuFile; the first closes the direct route until a restart."
+_DIRECT_TRANSFERS = "Reads that cuFile was asked for, of up to 4 MiB and several objects each."
 _CHECKPOINTS = "Checkpoints of the SSD index."
 _READS = "Objects asked from SSD; shared: another request had asked already."
 _TWICE = "Objects that came when they were there already, by tier."
@@ -267,6 +270,9 @@ COUNTERS: Mapping[str, Named] = {
     "duplicate_ssd": _named("orbitkv_duplicate_objects", _TWICE, tier="ssd"),
     "ssd_checkpoints": _named("orbitkv_ssd_checkpoints", _CHECKPOINTS, result="written"),
     "ssd_checkpoint_faults": _named("orbitkv_ssd_checkpoints", _CHECKPOINTS, result="failed"),
+    "direct_refused": _named("orbitkv_direct_refused", _DIRECT_REFUSED),
+    "direct_faults": _named("orbitkv_direct_faults", _DIRECT_FAULTS),
+    "direct_transfers": _named("orbitkv_direct_transfers", _DIRECT_TRANSFERS),
     "direct_writes": _named("orbitkv_direct_objects", _DIRECT, direction="write"),
     "direct_reads": _named("orbitkv_direct_objects", _DIRECT, direction="read"),
     "direct_written_nbytes": _named("orbitkv_direct_bytes", _DIRECT_NBYTES, direction="write"),
