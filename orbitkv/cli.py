@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _simulate,
             "run the cache's policies over a trace of requests",
         ),
+        ("trace", _trace_arguments, _trace, "record a daemon, and look at what was recorded"),
         ("status", _status_arguments, _status, "say what the daemon holds and does"),
         ("top", _top_arguments, _top, "watch the daemon"),
     ):
@@ -96,9 +97,17 @@ def _draw_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ssd-cache-path", type=Path, metavar="P", help="with --live: as if the SSD tier were at P"
     )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="T.okvtrace",
+        help="draw the pipelines of a trace as an SVG: bytes, GB/s and wait on every arrow",
+    )
 
 
 def _draw(args: argparse.Namespace) -> int:
+    if args.trace:
+        return _draw_trace(args)
     if args.ssd_cache_path and not args.live:
         raise ConfigError("--ssd-cache-path: accepted with --live only")
     graphs = [load_pipeline(source).graph for source in args.pipelines]
@@ -115,6 +124,15 @@ def _draw(args: argparse.Namespace) -> int:
         dashed |= {(e.src, e.dst) for e in graph.edges if e.src in off or e.dst in off}
         notes += [f"%% {graph.name}: {node_id} is off: {why}" for node_id, why in off.items()]
     print("\n".join([chart.to_mermaid(dashed=frozenset(dashed)), *notes]))
+    return 0
+
+
+def _draw_trace(args: argparse.Namespace) -> int:
+    from orbitkv import trace_svg, tracing
+
+    if args.live or args.ssd_cache_path or args.pipelines != ["save", "restore"]:
+        raise ConfigError("--trace: accepted alone, as a trace has its own pipelines")
+    sys.stdout.write(trace_svg.draw_svg(tracing.read(args.trace)))
     return 0
 
 
@@ -269,6 +287,18 @@ def _simulate(args: argparse.Namespace) -> int:
     from orbitkv import simulation
 
     return simulation.run(args)
+
+
+def _trace_arguments(parser: argparse.ArgumentParser) -> None:
+    from orbitkv import tracing
+
+    tracing.add_arguments(parser)
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from orbitkv import tracing
+
+    return tracing.run(args)
 
 
 def _status_arguments(parser: argparse.ArgumentParser) -> None:

@@ -133,8 +133,7 @@ class Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ssd_cache_paths", _as_paths(self.ssd_cache_paths))
-        if isinstance(self.trace, str):
-            object.__setattr__(self, "trace", Path(self.trace))
+        object.__setattr__(self, "trace", _as_path(self.trace))
         backends = get_args(SsdBackend)
         policies = get_args(WritePolicy)
         read_paths = (None, *get_args(SsdReadPath))
@@ -231,6 +230,10 @@ def _is_limit(value: object) -> bool:
 
 def _is_percent(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _ALL_PERCENT
+
+
+def _as_path(value: object) -> object:
+    return Path(value) if isinstance(value, str) else value
 
 
 def _as_paths(value: object) -> tuple[Any, ...]:

@@ -108,4 +108,4 @@ class DeadlineMissed(OrbitError):
 
 
 class TraceError(OrbitError):
-    """A trace of requests cannot be read. One line: where, what was seen, what is accepted."""
+    """A trace cannot be read. One line: where, what was seen, what is accepted."""

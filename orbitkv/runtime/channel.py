@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from orbitkv.errors import Cancelled, Closed, Dropped, ImpossibleRequest, OrbitError
 from orbitkv.graph import OnFull
@@ -25,6 +25,26 @@ class Sized(Protocol):
 
 
 T = TypeVar("T", bound=Sized)
+
+
+class Watch(Protocol):
+    """Is told what a channel does, before that has consequences. It must not raise."""
+
+    def blocked(self, item: object) -> None:
+        """There is no room yet for a batch."""
+        ...
+
+    def entered(self, queue: Channel[Any], item: object) -> None:
+        """A batch is in the queue."""
+        ...
+
+    def taken(self, queue: Channel[Any], item: object) -> None:
+        """The consumer takes a batch."""
+        ...
+
+    def dropped(self, queue: Channel[Any], item: Any, error: OrbitError) -> None:  # noqa: ANN401
+        """A batch is to be abandoned."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +72,16 @@ class Channel(Generic[T]):
         max_items: Most batches held.
         max_nbytes: Most bytes held. A batch above it can never pass, and is refused at once.
         on_full: ``wait``, or ``drop``: abandon the batch, count it, go on.
+
+    Attributes:
+        watch: Is told of every batch; None: nobody is.
     """
 
     def __init__(self, name: str, *, max_items: int, max_nbytes: int, on_full: OnFull) -> None:
         self.name = name
         self.max_items = max_items
         self.max_nbytes = max_nbytes
+        self.watch: Watch | None = None
         self._on_full = on_full
         self._items: deque[tuple[T, int]] = deque()
         self._nbytes = 0
@@ -68,6 +92,11 @@ class Channel(Generic[T]):
         self._peak = (0, 0)
         self._passed = (0, 0)
         self._dropped_items = 0
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Batches and bytes that it holds."""
+        return len(self._items), self._nbytes
 
     @property
     def exhausted(self) -> bool:
@@ -86,11 +115,13 @@ class Channel(Generic[T]):
             return taken
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._senders[accepted] = (item, item.nbytes)
+        if self.watch is not None:
+            self.watch.blocked(item)
         try:
             await accepted
         except asyncio.CancelledError:
             if self._senders.pop(accepted, None):  # else the consumer has it already
-                item.abandon(Cancelled(f"cancelled while {self.name} was full"))
+                self._abandon(item, Cancelled(f"cancelled while {self.name} was full"))
                 self._admit_senders()
                 self._wake()  # a closed channel may be exhausted now
             raise
@@ -105,14 +136,15 @@ class Channel(Generic[T]):
         """
         nbytes = item.nbytes
         if self._closed:
-            item.abandon(self._abandoned_with or Closed(f"{self.name} is closed"))
+            self._abandon(item, self._abandoned_with or Closed(f"{self.name} is closed"))
             return False
         if nbytes > self.max_nbytes:
             self._dropped_items += self._on_full == "drop"
-            item.abandon(
+            self._abandon(
+                item,
                 ImpossibleRequest(
                     f"{self.name}: a batch of {nbytes} bytes; the edge holds {self.max_nbytes}"
-                )
+                ),
             )
             return False
         if not self._senders and self._fits(nbytes):
@@ -120,7 +152,7 @@ class Channel(Generic[T]):
             return True
         if self._on_full == "drop":
             self._dropped_items += 1
-            item.abandon(Dropped(f"{self.name} is full"))
+            self._abandon(item, Dropped(f"{self.name} is full"))
             return False
         return None
 
@@ -144,7 +176,7 @@ class Channel(Generic[T]):
         self._closed = True
         self._abandoned_with = error
         while (item := self.receive_nowait()) is not None:
-            item.abandon(error)
+            self._abandon(item, error)
         self._admit_senders()
         self._wake()
 
@@ -169,12 +201,19 @@ class Channel(Generic[T]):
 
     def _put(self, item: T, nbytes: int) -> None:
         if self._abandoned_with is not None:
-            item.abandon(self._abandoned_with)
+            self._abandon(item, self._abandoned_with)
             return
         self._items.append((item, nbytes))
         self._nbytes += nbytes
+        if self.watch is not None:
+            self.watch.entered(self, item)
         self._peak = (max(self._peak[0], len(self._items)), max(self._peak[1], self._nbytes))
         self._wake()
+
+    def _abandon(self, item: T, error: OrbitError) -> None:
+        if self.watch is not None:
+            self.watch.dropped(self, item, error)
+        item.abandon(error)
 
     def _admit_senders(self) -> None:
         while self._senders:
@@ -209,6 +248,9 @@ class Inbox(Generic[T]):
                 item = self.channels[index].receive_nowait()
                 if item is not None:
                     self._next = (index + 1) % len(self.channels)
+                    watch = self.channels[index].watch
+                    if watch is not None:
+                        watch.taken(self.channels[index], item)
                     return item
             if all(channel.exhausted for channel in self.channels):
                 raise StopAsyncIteration

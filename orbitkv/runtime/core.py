@@ -8,6 +8,7 @@ import inspect
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import structlog
 
-from orbitkv.cache.admission import WritePolicy, hashes_of
+from orbitkv.cache.admission import SkipReason, WritePolicy, hashes_of
 from orbitkv.cache.catalogue import Copy, Tier
 from orbitkv.codecs import open_codec
 from orbitkv.codecs.base import GpuCodec
@@ -69,6 +70,7 @@ STATIONS: Mapping[Tier, tuple[type[RestoreBatch], ...]] = {
     Tier.DRAM: (FetchBatch,),
     Tier.SSD: (ReadBatch, DirectReadBatch),
 }
+_PAGES_A_TURN = 256  # that a warming looks for before others have their turn
 RESTORE_STATIONS = tuple(itertools.chain.from_iterable(STATIONS.values()))
 
 
@@ -131,9 +133,11 @@ class Core:
         self._instances: set[Instance] = set()
         self._feeding: set[asyncio.Task[None]] = set()
         self._bound: dict[Geometry, SlotCodecs] = {}
+        self._users: Counter[Geometry] = Counter()
         self._io_lanes: list[RingLane | PreadLane] = []
         self._demand = Demand()
         self._trace: Tracer | None = None
+        self._opened_trace: Tracer | None = None  # until it is closed, even if it was dropped
         self._log = log or _logger()
 
     async def __aenter__(self) -> Self:
@@ -303,11 +307,32 @@ class Core:
                 "ssd_backend or ssd_read_path: 'cufile', and tensors on the CPU; "
                 "accepted: tensors on an NVIDIA GPU, as cuFile moves their bytes past the host"
             )
-        if geometry not in self._bound:
-            self._bound[geometry] = await asyncio.to_thread(
-                bind_slots, self._codec, geometry, protect=self._codec.protects_layers
-            )
-        paged.bridged = paged.device is not None and self._cutter.exceeds_arenas(geometry)
+        self._users[geometry] += 1
+        try:
+            if geometry not in self._bound:
+                self._bound[geometry] = await asyncio.to_thread(
+                    bind_slots, self._codec, geometry, protect=self._codec.protects_layers
+                )
+            paged.bridged = paged.device is not None and self._cutter.exceeds_arenas(geometry)
+            self._check_page(paged)
+            if paged.device is not None:
+                await self.devices.open(paged, self._bound[geometry])
+        except BaseException:
+            self._let_go(geometry)
+            raise
+        namespace = make_namespace(
+            model,
+            geometry,
+            storage_codec=self._codec.identity,
+            rotation_seed=self.config.rotation_seed if self._codec.protects_layers else 0,
+        )
+        instance = Instance(namespace, paged)
+        self._instances.add(instance)
+        return instance
+
+    def _check_page(self, paged: PagedTensors) -> None:
+        """Refuse pages of which one alone cannot pass; tell of those that no SSD shard holds."""
+        geometry = paged.geometry
         counted = not paged.bridged
         limits = {
             "pool": self.catalogue.pool.capacity_nbytes,
@@ -335,17 +360,13 @@ class Core:
                     object_nbytes=nbytes,
                     shard_nbytes=extents.shard_nbytes,
                 )
-        if paged.device is not None:
-            await self.devices.open(paged, self._bound[geometry])
-        namespace = make_namespace(
-            model,
-            geometry,
-            storage_codec=self._codec.identity,
-            rotation_seed=self.config.rotation_seed if self._codec.protects_layers else 0,
-        )
-        instance = Instance(namespace, paged)
-        self._instances.add(instance)
-        return instance
+
+    def _let_go(self, geometry: Geometry) -> None:
+        """Forget what was bound to a geometry that nobody has any more."""
+        self._users[geometry] -= 1
+        if not self._users[geometry]:
+            del self._users[geometry]
+            self._bound.pop(geometry, None)
 
     async def unregister(self, instance: Instance) -> None:
         """Take an instance away: its leases now, its tensors once its work has ended."""
@@ -354,6 +375,7 @@ class Core:
         self.leases.release_all(self.leases.of(instance))
         while instance.tickets:
             await next(iter(instance.tickets))
+        self._let_go(instance.geometry)
 
     def _check_open(self, instance: Instance) -> None:
         if instance not in self._instances:
@@ -374,6 +396,9 @@ class Core:
 
         def conclude(done: tuple[bytes, ...], not_done: tuple[bytes, ...]) -> Outcome:
             return Saved(done, tuple(resident), (*not_done, *unwelcome))
+
+        repeats = len(pages) - len({page_hash for page_hash, _ in pages})
+        self.catalogue.writes.skipped[SkipReason.DUPLICATE] += repeats
 
         def fresh() -> Iterator[tuple[StateKey, int]]:
             # Of a hash named twice the first counts; in order, so that a prefix is saved as one.
@@ -445,7 +470,10 @@ class Core:
         missed: list[bytes] = []
         items: list[tuple[Copy, Destination]] = []
         groups = instance.geometry.groups.values()
-        for page_hash in dict.fromkeys(hashes):
+        for number, page_hash in enumerate(dict.fromkeys(hashes)):
+            if number % _PAGES_A_TURN == _PAGES_A_TURN - 1:
+                await asyncio.sleep(0)  # others have their turn on the loop
+                self._check_open(instance)
             page = self._find_prefix(instance, (page_hash,))
             (found if page else missed).append(page_hash)
             for copy, slots in zip(page, groups, strict=bool(page)):
@@ -463,25 +491,36 @@ class Core:
         kind: str,
     ) -> Ticket:
         """Read copies on SSD into DRAM, through U, whichever way demand takes."""
+        lost: set[bytes] = set()
         if not self._fetch.accepts(ReadBatch):
-            there = {target.page_hash for _, target in items}
-            missed = (*missed, *(page_hash for page_hash in hashes if page_hash in there))
-            hashes = tuple(page_hash for page_hash in hashes if page_hash not in there)
+            lost = {target.page_hash for _, target in items}
             items = []
 
         def conclude(done: tuple[bytes, ...], not_done: tuple[bytes, ...]) -> Outcome:
             del done
-            lost = set(not_done)
+            lost.update(not_done)
             warm = tuple(page_hash for page_hash in hashes if page_hash not in lost)
-            return Warmed(warm, (*missed, *not_done))
+            return Warmed(warm, (*missed, *(h for h in hashes if h in lost)))
 
-        for copy, _ in items:
-            self.catalogue.pin(copy)
+        def pinned() -> Iterator[tuple[Copy, Destination]]:
+            # Batch by batch: all at once would keep everything on SSD from being overwritten.
+            for copy, target in items:
+                if copy.hidden:
+                    lost.add(target.page_hash)
+                else:
+                    self.catalogue.pin(copy)
+                    yield copy, target
+
         ticket = Ticket(conclude)
         if self._trace is not None:
             self._trace.arrived(kind, instance.namespace, ticket, hashes)
         batches = self._cutter.restore(
-            ticket, instance.tensors, {ReadBatch: items}, self._fetch, None, stays=True
+            ticket,
+            instance.tensors,
+            {ReadBatch: pinned()} if items else {},
+            self._fetch,
+            None,
+            stays=True,
         )
         self._send_off(instance, ticket, self._fetch, batches)
         return ticket
@@ -655,7 +694,7 @@ class Core:
         Raises:
             Closed: another trace is being recorded.
         """
-        if self._trace is not None:
+        if self._opened_trace is not None:
             file.close()
             raise Closed("a trace is being recorded already; accepted: one at a time")
         runtimes = (self._save, self._fetch)
@@ -671,7 +710,7 @@ class Core:
             payloads=payloads,
             devices=self.devices.ordinals,
         )
-        self._trace = Tracer(
+        self._trace = self._opened_trace = Tracer(
             file, header, catalogue=self.catalogue, log=self._log, on_drop=self._stop_telling
         )
         for instance in self._instances:
@@ -680,13 +719,11 @@ class Core:
         for direction, runtime in zip(("save", "restore"), runtimes, strict=True):
             runtime.trace_with(PipelineTrace(self._trace, direction))
 
-    async def end_trace(self) -> TraceTotals | None:
-        """End the recording: all it has is in the file then. None: there was none."""
-        trace = self._trace
-        if trace is None:
-            return None
+    async def end_trace(self) -> TraceTotals:
+        """End the recording, if there is one: all it has is in the file then."""
+        trace, self._opened_trace = self._opened_trace, None
         self._stop_telling()
-        return await trace.close()
+        return await trace.close() if trace else TraceTotals(0, 0, "")
 
     def _stop_telling(self) -> None:
         self._trace = None
@@ -695,7 +732,7 @@ class Core:
 
     @property
     def trace(self) -> Tracer | None:
-        """What is being recorded; None: nothing is."""
+        """Takes what is to be recorded; None: nothing is."""
         return self._trace
 
     async def statistics(self) -> ManagerStatistics:

@@ -85,7 +85,7 @@ class Cutter:
         self,
         ticket: Ticket,
         tensors: PagedTensors,
-        work: Mapping[type[RestoreBatch], list[tuple[Copy, Destination]]],
+        work: Mapping[type[RestoreBatch], Iterable[tuple[Copy, Destination]]],
         runtime: Runtime,
         ready: object | None,
         *,

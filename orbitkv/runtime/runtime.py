@@ -30,6 +30,7 @@ from orbitkv.errors import (
 )
 from orbitkv.graph import Edge, Graph, Node
 from orbitkv.runtime.channel import Channel, ChannelStatistics, Inbox
+from orbitkv.runtime.spans import PipelineTrace, Visit
 from orbitkv.segment import Geometry
 from orbitkv.stages.base import (
     Batch,
@@ -85,11 +86,35 @@ class Stopping:
 
 
 @dataclass(slots=True)
+class Work:
+    """A batch in a node, as what it has become there: that is to be abandoned if a stage fails."""
+
+    batch: Batch
+    visit: Visit | None = None
+
+    def cancelled(self) -> bool:
+        """Whether the batch's request was cancelled; then the batch has been ended."""
+        if self.batch.part is None or not self.batch.part.ticket.cancelled:
+            return False
+        if self.visit:
+            self.visit.cancelled(self.batch)
+        self.batch.abandon(Cancelled("the request was cancelled"))
+        return True
+
+    def abandon(self, error: OrbitError) -> None:
+        """End the batch, as a stage has failed."""
+        if self.visit:
+            self.visit.fail(error)
+        self.batch.abandon(error)
+
+
+@dataclass(slots=True)
 class BoundNode:
     """A node with its lane, its stages, and the channels of its edges.
 
     Attributes:
         splitter: The last stage, where that emits piece by piece; it is none of the steps.
+        trace: Is told of every batch; None: nobody is.
     """
 
     node: Node
@@ -102,6 +127,7 @@ class BoundNode:
     batches: int = 0
     failed: int = 0
     busy_s: float = 0.0
+    trace: PipelineTrace | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -121,52 +147,84 @@ class BoundNode:
         Between two stages a batch whose ticket was cancelled goes no further.
         """
         started_s = time.perf_counter()
-        outputs: Outputs = {"in": batch}
+        work = Work(batch)
+        if self.trace is not None:
+            work.visit = self.trace.visit(self.ctx, batch)
         try:
-            for step in self.steps:
-                if not outputs:
-                    return {}  # the stage before ended the batch itself
-                batch = next(iter(outputs.values()))
-                if _cancelled(batch):
-                    return {}
-                if not isinstance(step, tuple):
-                    outputs = _checked(step, batch, await step.run(batch, self.ctx))
-                    continue
-                for stage in step:
-                    outputs = await stage.prepare(batch, self.ctx)
-                    batch = next(iter(outputs.values()))
-                await self._run_items(step, batch)
-            if self.splitter:
-                batch = next(iter(outputs.values()), batch)
-                outputs = await self._split(self.splitter, batch) if outputs else {}
+            return await self._run_steps(work)
         except OrbitError as error:
             self.failed += 1
-            batch.abandon(error)
+            work.abandon(error)
             return {}
         except BaseException as error:
             bug = _as_bug(error)
-            batch.abandon(self.stopping.explain(self.node, bug))
+            work.abandon(self.stopping.explain(self.node, bug))
             if bug is error:
                 raise
             raise bug from error
         finally:
             self.batches += 1
             self.busy_s += time.perf_counter() - started_s
+
+    async def _run_steps(self, work: Work) -> Outputs:
+        outputs: Outputs = {"in": work.batch}
+        for step in self.steps:
+            if not outputs:
+                return {}  # the stage before ended the batch itself
+            work.batch = next(iter(outputs.values()))
+            if work.cancelled():
+                return {}
+            outputs = await self._run_step(step, work)
+        if self.splitter and outputs:
+            work.batch = next(iter(outputs.values()))
+            outputs = await self._split(self.splitter, work)
+        if work.visit:
+            work.visit.leave(outputs)
         return outputs
 
-    async def _run_items(self, stages: tuple[ItemStage, ...], batch: Any) -> None:  # noqa: ANN401
+    async def _run_step(self, step: Stage | tuple[ItemStage, ...], work: Work) -> Outputs:
+        visit = work.visit
+        if visit:
+            visit.begin(work.batch)
+        if not isinstance(step, tuple):
+            outputs = _checked(step, work.batch, await step.run(work.batch, self.ctx))
+        else:
+            for stage in step:
+                outputs = await stage.prepare(work.batch, self.ctx)
+                work.batch = next(iter(outputs.values()))
+            await self._run_items(visit.timed(step) if visit else step, work.batch)
+        if visit:
+            visit.stop()
+            if visit.hashes and len(outputs) == 1:
+                work.batch = next(iter(outputs.values()))
+                await visit.hash(work.batch)
+            visit.end(outputs)
+        return outputs
+
+    async def _run_items(self, stages: Sequence[RunsItems], batch: Any) -> None:  # noqa: ANN401
         """Run neighbouring item stages as one on the lane; ``batch`` is an ``ItemBatch``."""
         if batch.units():
             faults = await self.ctx.lane.run(run_items, stages, batch)
             if faults:
                 batch.reject(faults, self.ctx.log)
 
-    async def _split(self, stage: SplitStage, batch: Batch) -> Outputs:
+    async def _split(self, stage: SplitStage, work: Work) -> Outputs:
         """Send each piece on as soon as it stands; nothing is left to emit."""
-        if not _cancelled(batch):
-            async with contextlib.aclosing(stage.split(batch, self.ctx)) as pieces:
-                async for outputs in pieces:
-                    await self.emit(outputs)
+        visit = work.visit
+        if work.cancelled():
+            return {}
+        if visit:
+            visit.begin(work.batch)
+        async with contextlib.aclosing(stage.split(work.batch, self.ctx)) as pieces:
+            async for outputs in pieces:
+                if visit:
+                    visit.pause(outputs)
+                await self.emit(outputs)
+                if visit:
+                    visit.resume()
+        if visit:
+            visit.stop()
+            visit.end({})
         return {}
 
     async def emit(self, outputs: Outputs) -> None:
@@ -183,14 +241,6 @@ class BoundNode:
             for batch in rest.values():
                 batch.abandon(self.stopping.explain(self.node, error))
             raise
-
-
-def _cancelled(batch: Batch) -> bool:
-    """Whether a batch's request was cancelled; then the batch has been ended."""
-    if batch.part is None or not batch.part.ticket.cancelled:
-        return False
-    batch.abandon(Cancelled("the request was cancelled"))
-    return True
 
 
 def _checked(stage: Stage, batch: Batch, outputs: Any) -> Outputs:  # noqa: ANN401 - of a user's
@@ -210,7 +260,15 @@ def _as_bug(error: BaseException) -> BaseException:
     return error if ours or isinstance(error, Exception) else RuntimeError(repr(error))
 
 
-def run_items(stages: tuple[ItemStage, ...], batch: ItemBatch) -> dict[int, CorruptObject]:
+class RunsItems(Protocol):
+    """An item stage, as far as its items' work goes."""
+
+    def run_item(self, batch: Any, index: int) -> None:  # noqa: ANN401 - its port's type
+        """As ``ItemStage.run_item``."""
+        ...
+
+
+def run_items(stages: Sequence[RunsItems], batch: ItemBatch) -> dict[int, CorruptObject]:
     """Run all stages on each unit of a batch in turn; return the items that one of them refused."""
     faults = {}
     for unit in batch.units():
@@ -486,6 +544,13 @@ class Runtime:
         }
         channels = (*dict.fromkeys(self._entries.values()), *self._edges.values())
         return nodes, tuple(channel.statistics() for channel in channels)
+
+    def trace_with(self, trace: PipelineTrace | None) -> None:
+        """Let all nodes and queues tell a trace what they do; None: nobody."""
+        for bound in self._nodes.values():
+            bound.trace = trace
+        for channel in self._stopping.channels:
+            channel.watch = trace
 
     def leaks(self) -> list[str]:
         """Workspace and queue places still held: none at rest."""

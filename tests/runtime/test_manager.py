@@ -1277,3 +1277,17 @@ def test_two_slots_on_one_memory_are_refused(open_manager: ManagerFactory) -> No
     tensors["v0"] = tensors["k0"]
     with pytest.raises(GeometryError, match="'k0' and 'v0' begin at one address"):
         open_manager().register(geometry, tensors, model=model())
+
+
+def test_what_was_bound_to_a_geometry_goes_with_its_last_instance(
+    open_manager: ManagerFactory,
+) -> None:
+    manager = open_manager()
+    one, other = Engine.register(manager), Engine.register(manager, name="other")
+    with pytest.raises(ImpossibleRequest):
+        Engine.register(manager, geometry=big_geometry(2 * MIB))
+    assert len(manager.core._bound) == 1
+    manager.unregister(one.instance)
+    assert len(other.save(numbered(2)).stored) == 2
+    manager.unregister(other.instance)
+    assert manager.core._bound == {}

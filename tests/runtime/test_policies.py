@@ -205,6 +205,16 @@ def test_all_writes_every_new_page_and_nothing_for_a_query(
     assert writes(engine) == 3
 
 
+def test_a_page_named_twice_in_one_save_is_one_publication(
+    small: ManagerFactory, ssd_path: Path
+) -> None:
+    engine = Engine.register(small(ssd_cache_paths=ssd_path, ssd_write_policy="reuse"))
+    engine.save([(page_hash("a"), 0), (page_hash("a"), 1)])
+    seen = tally(engine.manager)
+    assert (seen["ssd_skips_duplicate"], seen["ssd_skips_cold"]) == (1, 1)
+    assert writes(engine) == 0
+
+
 # Who may enter a full pool ---------------------------------------------------------------------
 
 
@@ -323,10 +333,10 @@ def test_a_lease_that_is_restored_in_time_does_not_expire(open_manager: ManagerF
 # Warming and preparing -------------------------------------------------------------------------
 
 
-def on_ssd(engine: Engine, count: int) -> dict[bytes, int]:
-    engine.save(numbered(count))
+def on_ssd(engine: Engine, count: int, *, first: int = 0) -> dict[bytes, int]:
+    engine.save(numbered(count, first=first))
     engine.manager.flush(evict_dram=True)
-    return numbered(count)
+    return numbered(count, first=first)
 
 
 def test_warming_brings_to_dram_what_ssd_alone_has(small: ManagerFactory, ssd_path: Path) -> None:
@@ -362,6 +372,27 @@ def test_preparing_leases_a_prefix_and_restores_it_from_dram(
     assert [engine.page(index) for index in range(3)] == wanted
     seen = tally(engine.manager)
     assert (seen["ssd_reads"], seen["promotions"]) == (3, 0)
+
+
+def test_warming_keeps_no_more_of_ssd_than_its_next_batches(
+    open_manager: ManagerFactory, ssd_path: Path
+) -> None:
+    gate, lanes = Gate(), Lanes()
+    settings = {"pool_nbytes": 8 * BLOCK, "ssd_cache_capacity_nbytes": 100 * BLOCK}
+    engine = Engine.register(
+        open_manager(lanes=lanes, ssd_cache_paths=ssd_path, **settings), pages=8
+    )
+    names = []
+    for first in range(0, 80, 8):
+        names += on_ssd(engine, 8, first=first)
+    lanes.before["ring:read"] = gate.pass_through
+    ticket = engine.manager.warm(engine.instance, names)
+    gate.await_arrival()
+    held = sum(copy.pins > 0 for copy in engine.manager.core.catalogue.copies(Tier.SSD))
+    assert 0 < held < 60
+    gate.open()
+    assert ticket.result(WAIT_S) == Warmed(tuple(names), ())
+    assert rest(engine.manager) == []
 
 
 def test_warming_that_is_cancelled_or_fails_leaves_nothing(
