@@ -1,14 +1,17 @@
 """What does the daemon cost beside a manager in the engine's own process?
 
 ``query``: 256 hashes, all hits, from the call to the lease; one client, then 64 at once, each of
-which asks again as soon as it has its answer. ``load``: eight engines save and restore pages of
-2 MiB as fast as they can, by the daemon from processes of their own, and by one embedded manager
-from eight threads; both in windows that take turns.
+which gives the lease back and asks again as soon as it has its answer; these are sessions on the
+loops of four processes, as 64 clients with a thread each would wait for one interpreter's lock.
+``load``: eight engines save and restore pages of 2 MiB as fast as they can, by the daemon from
+processes of their own, and by one embedded manager from eight threads; both in windows that take
+turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -19,15 +22,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 from measure import parser, report
 
 from orbitkv import Client, Config, Geometry, Instance, Manager, ModelIdentity, Role, Slot
 from orbitkv.config import GIB, MIB
+from orbitkv.runtime.client import Session
 from orbitkv.stages.ticket import Restored, Saved
 
 Asked = Client | Manager
@@ -147,13 +152,47 @@ def load(manager: Asked, instance: Instance, tensors: object, seconds: float) ->
     return moved
 
 
+async def crowd_times(path: Path, clients: int, count: int) -> list[float]:
+    """Microseconds of each query of as many sessions as clients, on this loop."""
+    wanted, taken = tuple(hashes(0, HASHES)), []
+
+    async def ask(session: Session, instance: Instance) -> None:
+        for number in range(count):
+            began_s = time.perf_counter()
+            lease = await session.query(instance, wanted)
+            if number >= min(WARMUP, count // 4):
+                taken.append((time.perf_counter() - began_s) * 1e6)
+            assert len(lease.hashes) == HASHES
+            lease.release()
+
+    async with AsyncExitStack() as opened:
+        filled = []
+        for index in range(clients):
+            session = Session(path, deadline_s=10, long_deadline_s=60)
+            await opened.enter_async_context(session)
+            model = ModelIdentity(f"{os.getpid()}-{index}")
+            instance = await session.register(SMALL, private_tensors(SMALL, HASHES), model)
+            pages = tuple(zip(wanted, range(HASHES), strict=True))
+            assert isinstance(await (await session.publish(instance, pages, None)), Saved)
+            filled.append((session, instance))
+        wait_for_start()
+        await asyncio.gather(*(ask(*each) for each in filled))
+    return taken
+
+
+def wait_for_start() -> None:
+    """Tell that this process is ready, and wait for all others."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
 def work(args: argparse.Namespace) -> None:
     """Be one process of clients; print what it measured as JSON."""
+    if args.count:
+        print(json.dumps(uvloop.run(crowd_times(args.worker, args.clients, args.count))))
+        return
     clients = [Client(args.worker) for _ in range(args.clients)]
     results: list[Any] = []
-
-    def query(client: Client, name: str) -> None:
-        results.extend(query_times(client, fill(client, name), args.count))
 
     def move(client: Client, name: str) -> None:
         tensors = client.allocate(LARGE, PAGES)
@@ -161,13 +200,11 @@ def work(args: argparse.Namespace) -> None:
             tensor[...] = 1
         instance = client.register(LARGE, tensors, model=ModelIdentity(name))
         for window_s in (1.0, args.seconds):
-            print("ready", flush=True)
-            sys.stdin.readline()
+            wait_for_start()
             results.append(load(client, instance, tensors, window_s))
 
-    do = query if args.count else move
     threads = [
-        threading.Thread(target=do, args=(client, f"{os.getpid()}-{index}"))
+        threading.Thread(target=move, args=(client, f"{os.getpid()}-{index}"))
         for index, client in enumerate(clients)
     ]
     for thread in threads:
@@ -186,10 +223,22 @@ def workers(path: Path, count: int, *flags: str) -> list[subprocess.Popen[str]]:
     return [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(count)]
 
 
+def start_together(started: Sequence[subprocess.Popen[str]]) -> None:
+    """Let processes go on once all of them are ready."""
+    for process in started:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        assert process.stdin
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
 def many_clients(path: Path, queries: int) -> list[float]:
     """Query times of 64 clients at once."""
     flags = ("--clients", str(CLIENTS // CLIENT_PROCESSES), "--count", str(queries))
     started = workers(path, CLIENT_PROCESSES, *flags)
+    start_together(started)
     return [t for process in started for t in json.loads(process.communicate()[0])]
 
 
@@ -198,13 +247,7 @@ def daemon_load(path: Path, pid: int, seconds: float) -> tuple[float, list[float
     started = workers(path, ENGINES, "--seconds", str(seconds))
     memory: list[float] = []
     for _ in range(2):  # the first window warms up
-        for process in started:
-            assert process.stdout
-            assert process.stdout.readline() == "ready\n"
-        for process in started:
-            assert process.stdin
-            process.stdin.write("\n")
-            process.stdin.flush()
+        start_together(started)
         began_s = time.perf_counter()
         if memory or seconds < 1:
             break
@@ -269,7 +312,8 @@ def main() -> None:
         return
     found: dict[str, float] = {}
     with Manager(Config(pool_nbytes=64 * MIB, compile_policies=True)) as manager:
-        embedded = query_times(manager, fill(manager, "embedded"), args.queries)
+        instance = fill(manager, "embedded")
+        embedded = query_times(manager, instance, args.queries)
     with daemon() as (path, _):
         with Client(path) as client:
             one = query_times(client, fill(client, "one"), args.queries)

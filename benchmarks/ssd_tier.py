@@ -153,7 +153,8 @@ class Bench:
         for first in range(0, self.pages, DIRECT_PAGES):
             pages = self.hashes(range(first, min(first + DIRECT_PAGES, self.pages)))
             saved = self.manager.publish(
-                self.source, ((page, index) for index, page in enumerate(pages))
+                self.source,
+                ((page, (first + index) % self.step) for index, page in enumerate(pages)),
             ).result()
             assert isinstance(saved, Saved), saved
         moved = started.moved(self.written_nbytes - before)

@@ -105,6 +105,13 @@ def kvikio_unavailable() -> str | None:
     return reason
 
 
+def numba_unavailable() -> str | None:
+    """Say why nothing can be compiled here, or None. numba itself is not imported."""
+    if not _installed("numba"):
+        return "numba is not installed"
+    return None
+
+
 def mooncake_unavailable() -> str | None:
     """Say why no peer can be reached from here, or None. Mooncake itself is not imported."""
     if not _installed("mooncake"):
@@ -293,9 +300,11 @@ def cufile(path: Path, *, limit_s: float) -> Finding:
     )
 
 
-@functools.cache
 def direct_unavailable(paths: tuple[Path, ...], backend: str) -> str | None:
     """Say why SSD files are not read or written past the host, or None where they are to be.
+
+    One file of each filesystem is tried, in a child that may take up to half a minute. What was
+    found to work is not tried again in this process; what was not may work the next time.
 
     Args:
         paths: Files of the SSD tier.
@@ -313,11 +322,30 @@ def direct_unavailable(paths: tuple[Path, ...], backend: str) -> str | None:
             "no nvidia-fs, so cuFile would go through host memory too; D and U serve instead, "
             "unless ssd_backend is cufile"
         )
-    finding = cufile(paths[0], limit_s=_PROBE_LIMIT_S)
+    for path in {_filesystem(path): path for path in reversed(paths)}.values():
+        try:
+            _try_direct(path, backend)
+        except OSError as error:
+            where = f" ({path})" if len(paths) > 1 else ""
+            return f"cuFile {error}{where}"
+    return None
+
+
+@functools.cache  # which keeps no exception
+def _try_direct(path: Path, backend: str) -> None:
+    """Raise OSError where cuFile does not do for the disk at ``path`` what ``backend`` asks."""
+    finding = cufile(path, limit_s=_PROBE_LIMIT_S)
     native = finding.verdict.startswith("native")
-    if finding.available and (native or backend == "cufile"):
-        return None
-    return f"cuFile {finding.verdict}: {finding.evidence}"
+    if not finding.available or not (native or backend == "cufile"):
+        raise OSError(f"{finding.verdict}: {finding.evidence}")
+
+
+def _filesystem(path: Path) -> tuple[int, Path | None]:
+    """What paths have in common on one filesystem; where that cannot be told, in one directory."""
+    try:
+        return _directory(path).stat().st_dev, None
+    except OSError:
+        return -1, path.parent
 
 
 def nvcomp(library: str | None, *, limit_s: float) -> Finding:

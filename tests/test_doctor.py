@@ -201,6 +201,44 @@ def test_cufile_is_native_only_with_nvidia_fs_and_a_write_that_proves_it(
     assert (finding.remedy is None) == (verdict == "native")
 
 
+def test_direct_route_needs_cufile_on_every_filesystem_and_is_tried_once_on_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    fails: set[str] = {"slow"}
+
+    def cufile(path: Path, *, limit_s: float) -> probe.Finding:
+        asked.append(path.parent.name)
+        stands = path.parent.name not in fails
+        return probe.Finding("cuFile", stands, "native" if stands else "fails", "tried")
+
+    monkeypatch.setattr(probe, "kvikio_unavailable", lambda: None)
+    monkeypatch.setattr(probe, "_NVIDIA_FS", (tmp_path,))
+    monkeypatch.setattr(probe, "cufile", cufile)
+    monkeypatch.setattr(probe, "_filesystem", lambda path: (len(path.parent.name), None))
+    paths = tuple(tmp_path / name for name in ("a/0", "b/1", "slow/2", "a/3"))
+    for _ in range(2):  # a failure is not kept
+        reason = probe.direct_unavailable(paths, "auto")
+        assert reason == f"cuFile fails: tried ({paths[2]})"
+    assert asked.count("slow") == 2
+    assert probe.direct_unavailable(paths[:2], "auto") is None
+    assert asked.count("b") == 0, "it is on the filesystem of another"
+    fails.clear()
+    asked.clear()
+    for _ in range(2):  # a success is
+        assert probe.direct_unavailable(paths, "auto") is None
+    assert asked == ["slow"]
+
+
+def test_shards_on_two_filesystems_are_told_apart(tmp_path: Path) -> None:
+    elsewhere = Path("/dev/shm")
+    assert probe._filesystem(tmp_path / "a") == probe._filesystem(tmp_path / "b")
+    if elsewhere.stat().st_dev != tmp_path.stat().st_dev:
+        assert probe._filesystem(tmp_path / "a") != probe._filesystem(elsewhere / "a")
+    gone = tmp_path / "none"
+    assert probe._filesystem(gone / "a") == probe._filesystem(gone / "b")
+
+
 def test_a_cufile_that_fails_either_way_is_not_available(
     monkeypatch: pytest.MonkeyPatch, driver: Path, tmp_path: Path
 ) -> None:

@@ -127,7 +127,8 @@ def write_unfinished(
     crc = crc32(head)
     for piece in occupied:
         crc = crc32(piece.view(np.uint8), crc)
-    with path.open("wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         file.write(head + _CRC.pack(crc))
         for piece in occupied:
             file.write(piece.view(np.uint8).data)
@@ -160,7 +161,8 @@ def read_index(path: Path, *, alone: bool) -> SavedIndex | None:
         ValueError: it is damaged, somebody else's, or of another version.
     """
     try:
-        with path.open("rb") as file:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags), "rb") as file:
             head = file.read(_HEADER_NBYTES)
             found_nbytes = os.fstat(file.fileno()).st_size
             if len(head) < _HEADER_NBYTES:
@@ -170,7 +172,10 @@ def read_index(path: Path, *, alone: bool) -> SavedIndex | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StoreError(f"ssd index {path}: {error.strerror}; remove it") from error
+        raise StoreError(
+            f"ssd index {path}: {error.strerror}; "
+            f"accepted: one that can be read, or neither it nor {path.with_suffix('')}"
+        ) from error
     if alone:
         raise ValueError("the file that it is of is gone")
     seen = crc32(rows.view(np.uint8), crc32(head[: _HEADER.size]))

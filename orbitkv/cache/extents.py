@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from orbitkv.cache.checkpoint import (
     read_index,
     write_unfinished,
 )
-from orbitkv.cache.shard import ShardFile, check_distinct, check_names, check_paths, check_room
+from orbitkv.cache.shard import ShardFile, check_distinct, check_paths, check_room, told
 from orbitkv.config import MIB
 from orbitkv.errors import StoreError
 from orbitkv.objects import KEY_DIGEST_NBYTES, OBJECT_ALIGN_NBYTES, align_up
@@ -151,6 +152,11 @@ class _Shard(Generic[E]):
 
     def save(self, incarnation: int, pieces: Sequence[Rows]) -> None:
         """Write the index, whole or not at all."""
+        self.prepare(incarnation, pieces)
+        finish(self.file.unfinished_path, self.file.index_path)
+
+    def prepare(self, incarnation: int, pieces: Sequence[Rows]) -> None:
+        """Write the index beside the one that stands."""
         write_unfinished(
             self.file.unfinished_path,
             incarnation=incarnation,
@@ -158,7 +164,22 @@ class _Shard(Generic[E]):
             cursor=self.ring.cursor,
             pieces=pieces,
         )
-        finish(self.file.unfinished_path, self.file.index_path)
+
+    def put_back(self, index: SavedIndex | None) -> None:
+        """Write the index as it was found, as far as that goes: a fault is on its way already."""
+        with contextlib.suppress(OSError):
+            if index is None:
+                if self.file.is_empty:  # else it marks the file, which was emptied, as ours
+                    self.file.index_path.unlink(missing_ok=True)
+                return
+            write_unfinished(
+                self.file.unfinished_path,
+                incarnation=index.incarnation,
+                capacity_nbytes=index.capacity_nbytes,
+                cursor=index.cursor,
+                pieces=[index.rows],
+            )
+            finish(self.file.unfinished_path, self.file.index_path)
 
 
 class ExtentStore(Generic[E]):
@@ -177,13 +198,15 @@ class ExtentStore(Generic[E]):
             at ``close``; read the one that was left.
 
     Attributes:
-        first_generation: Below every generation of this manager, above those of all before it.
+        first_generation: Below every generation of this manager, above every one that a file of
+            its shards holds.
         buffered_reason: Where O_DIRECT is not in use, and why; None where it is.
         cold_reason: Of which shards nothing was recovered although there was an index, and why.
 
     Raises:
-        StoreError: a path cannot be used or is in use, or a filesystem is too small. Every shard
-            is left as it was found.
+        StoreError: a path cannot be used, is in use or somebody else's, or a filesystem is too
+            small. Every shard is left as it was found, but for one that has no index that stands:
+            what nobody could find may be gone from it.
     """
 
     def __init__(self, paths: Sequence[Path], capacity_nbytes: int, *, persist: bool) -> None:
@@ -198,7 +221,6 @@ class ExtentStore(Generic[E]):
         self._run_nbytes = 0
         nbytes = align_up(-(-capacity_nbytes // len(paths)), OBJECT_ALIGN_NBYTES)
         check_paths(paths)
-        check_names(paths)
         with ExitStack() as undo:
             files = []
             for path in paths:
@@ -206,16 +228,13 @@ class ExtentStore(Generic[E]):
                 undo.callback(files[-1].abandon)
             check_distinct(files)
             check_room(files, nbytes)
-            indexes = self._read_indexes(files) if persist else [None] * len(files)
+            indexes = self._read_indexes(files)
             for file in files:
                 file.grow(nbytes)
             for file, index in zip(files, indexes, strict=True):
                 self._add_shard(file, index, nbytes, persist=persist)
-            if persist:
-                self._begin_incarnation()
-            else:
-                for file in files:
-                    file.forget_index()  # what follows makes it untrue
+            # From here on nothing fails unless a filesystem does.
+            self._begin_incarnation(indexes, undo, persist=persist)
             for file in files:
                 file.shrink(nbytes)
             undo.pop_all()
@@ -226,6 +245,11 @@ class ExtentStore(Generic[E]):
     def capacity_nbytes(self) -> int:
         """Bytes of all files."""
         return sum(shard.ring.capacity_nbytes for shard in self._shards)
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of each file. No extent is longer."""
+        return self._shards[0].ring.capacity_nbytes
 
     @property
     def shard_used_nbytes(self) -> tuple[int, ...]:
@@ -250,7 +274,7 @@ class ExtentStore(Generic[E]):
         Args:
             nbytes: A multiple of 4 KiB.
         """
-        most_nbytes = min(RUN_NBYTES, self._shards[0].ring.capacity_nbytes)
+        most_nbytes = min(RUN_NBYTES, self.shard_nbytes)
         if self._run_nbytes and self._run_nbytes + nbytes > most_nbytes:
             self._take_turn(self._turn + 1)
         for step in range(len(self._shards)):
@@ -377,33 +401,42 @@ class ExtentStore(Generic[E]):
             reasons.append(f"{MAX_INCARNATION} managers have had the store")
             self._incarnation, indexes = 1, [None] * len(files)
         self.cold_reason = "; ".join(reasons) or None
-        self.first_generation = self._incarnation << COUNTER_BITS
         return indexes
 
     def _add_shard(
         self, file: ShardFile, index: SavedIndex | None, nbytes: int, *, persist: bool
     ) -> None:
-        cursor = index.cursor if index and index.cursor <= nbytes else 0
+        rows, cursor = np.empty(0, ROW), 0
+        if persist and index:
+            rows, cursor = index.rows, index.cursor if index.cursor <= nbytes else 0
         table = IndexTable() if persist else None
         self._shards.append(_Shard(file, _Ring(nbytes, cursor), table))
-        rows = index.rows if index else np.empty(0, ROW)
         self._recovered.append(in_ring_order(rows, capacity_nbytes=nbytes, cursor=cursor))
 
-    def _begin_incarnation(self) -> None:
+    def _begin_incarnation(
+        self, indexes: Sequence[SavedIndex | None], undo: ExitStack, *, persist: bool
+    ) -> None:
         """Write this manager's number to every shard before its first byte is.
 
-        A generation in an index then never names two versions of an object.
+        No generation then names two versions of an object in one file. Where no index tells which
+        numbers a file has seen, its bytes go. So a store that is not to persist needs a number
+        only for files that one was to; it drops their rows, which it makes untrue.
         """
-        try:
+        is_numbered = persist or any(indexes)
+        if is_numbered:
             for shard, rows in zip(self._shards, self._recovered, strict=True):
-                write_unfinished(
-                    shard.file.unfinished_path,
-                    incarnation=self._incarnation,
-                    capacity_nbytes=shard.ring.capacity_nbytes,
-                    cursor=shard.ring.cursor,
-                    pieces=[rows],
-                )
+                with told(shard.file.unfinished_path):
+                    shard.prepare(self._incarnation, [rows])
+        for shard, index in zip(self._shards, indexes, strict=True):
+            if index is None and not shard.file.is_empty:
+                shard.file.empty(shard.ring.capacity_nbytes)
+        if not is_numbered:
             for shard in self._shards:
+                with told(shard.file.index_path):
+                    shard.file.forget_index()
+            return
+        self.first_generation = self._incarnation << COUNTER_BITS
+        for shard, index in zip(self._shards, indexes, strict=True):
+            undo.callback(shard.put_back, index)
+            with told(shard.file.index_path):
                 finish(shard.file.unfinished_path, shard.file.index_path)
-        except OSError as error:
-            raise StoreError(f"ssd index of {shard.file.path}: {error.strerror}") from error

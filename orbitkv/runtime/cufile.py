@@ -22,9 +22,10 @@ from orbitkv.runtime.lanes import Submitted, drained
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A slot moves in parts, as deep as this: one thread's copies leave the disk idle.
+# Two slots move at once, in two parts each: one thread's copies leave the disk idle, and smaller
+# parts read slower.
 _THREADS = 4
-_PART_NBYTES = MIB
+_PART_NBYTES = 2 * MIB
 
 Move = Callable[..., int]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,8 +17,8 @@ from orbitkv.cache.extents import ExtentStore
 from orbitkv.cache.pool import Pool
 from orbitkv.cache.retention import Retention
 from orbitkv.config import KIB, Config
-from orbitkv.errors import StoreError
-from orbitkv.probe import driver_unavailable
+from orbitkv.errors import ConfigError, StoreError
+from orbitkv.probe import driver_unavailable, numba_unavailable
 from orbitkv.runtime.lanes import drain_task
 
 LFU_OBJECT_NBYTES = 256 * KIB  # objects to expect in a pool; a sketch grows where they are smaller
@@ -82,7 +83,7 @@ async def open_tiers(config: Config) -> Catalogue:
     """Open pool and store in a thread: files are allocated, memory locked, an index read.
 
     Raises:
-        ConfigError: the machine has less memory than the pool.
+        ConfigError: the machine has less memory than the pool, or cannot compile the policies.
         StoreError: the SSD tier cannot be opened.
     """
     opened: list[Catalogue] = []
@@ -96,20 +97,34 @@ async def open_tiers(config: Config) -> Catalogue:
 
 
 def _open(config: Config) -> Catalogue:
-    compiled = config.compile_policies
-    if compiled is None:
-        compiled = driver_unavailable() is None
-    pool = Pool(config.pool_nbytes, lock_memory=config.lock_memory)
-    store = None
-    if config.ssd_cache_paths:
-        store = ExtentStore[Copy](
-            config.ssd_cache_paths, config.ssd_cache_capacity_nbytes, persist=config.ssd_persist
+    compiled = _compiles(config)
+    with ExitStack() as undo:
+        pool = Pool(config.pool_nbytes, lock_memory=config.lock_memory)
+        undo.callback(pool.close)
+        store = None
+        if config.ssd_cache_paths:
+            store = ExtentStore[Copy](
+                config.ssd_cache_paths, config.ssd_cache_capacity_nbytes, persist=config.ssd_persist
+            )
+            undo.callback(store.close)
+        entries = pool.capacity_nbytes // LFU_OBJECT_NBYTES
+        catalogue = Catalogue(
+            pool,
+            store,
+            Retention(pool.capacity_nbytes, config.cache_protected_percent, compiled=compiled),
+            write_policy=WritePolicy(config.ssd_write_policy),
+            lfu=TinyLfu(entries, compiled=compiled) if config.enable_lfu_admission else None,
         )
-    entries = pool.capacity_nbytes // LFU_OBJECT_NBYTES
-    return Catalogue(
-        pool,
-        store,
-        Retention(pool.capacity_nbytes, config.cache_protected_percent, compiled=compiled),
-        write_policy=WritePolicy(config.ssd_write_policy),
-        lfu=TinyLfu(entries, compiled=compiled) if config.enable_lfu_admission else None,
-    )
+        undo.pop_all()
+    return catalogue
+
+
+def _compiles(config: Config) -> bool:
+    """Whether the policies' loops are to be compiled."""
+    reason = numba_unavailable()
+    if config.compile_policies is None:
+        return reason is None and driver_unavailable() is None
+    if config.compile_policies and reason is not None:
+        accepted = "True with numba (pip install numba), False or None"
+        raise ConfigError(f"compile_policies: True, and {reason}; accepted: {accepted}")
+    return config.compile_policies

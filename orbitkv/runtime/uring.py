@@ -18,7 +18,7 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from orbitkv.errors import Unavailable
+from orbitkv.errors import ConfigError, Unavailable
 from orbitkv.runtime.liburing import (
     CQE,
     CQE_SHIFT,
@@ -60,6 +60,7 @@ RETRY_S = 0.001
 
 MADV_POPULATE_WRITE = 23
 POPULATE_NBYTES = 4 << 20
+MOST_ENTRIES = 1 << 15  # of an io_uring, whatever the kernel
 IOVEC_SHIFT = 30  # the kernel registers at most 1 GiB an iovec
 
 
@@ -74,8 +75,9 @@ class RingLane(FifoLane):
 
     def __init__(self, name: str, *, depth: int, demand: Demand | None = None) -> None:
         super().__init__(name, depth=depth, threads=1, demand=demand)
-        if depth > 1 << 15:
-            raise ValueError(f"lane {name!r}: depth is {depth}, an io_uring has 32768 at most")
+        if depth > MOST_ENTRIES:
+            most = MOST_ENTRIES
+            raise ValueError(f"lane {name!r}: depth is {depth}, an io_uring has {most} at most")
         self._ring: Ring | None = None
         self._region: npt.NDArray[np.uint8] | None = None
         self._region_start = self._region_end = 0  # addresses; equal: nothing is registered
@@ -286,8 +288,12 @@ def open_io_lane(
     ``log("io_uring_unavailable", lane=name, reason=..., instead="preadv")``.
 
     Raises:
+        ConfigError: ``depth`` is more than an io_uring takes, whatever is chosen in the end.
         Unavailable: ``uring`` was asked for and cannot be had, with the reason.
     """
+    if depth > MOST_ENTRIES:
+        accepted = f"1 to {MOST_ENTRIES}, as an io_uring takes"
+        raise ConfigError(f"lane {name!r}: depth {depth}; accepted: {accepted}")
     if backend == "preadv":
         return PreadLane(name, depth=depth, demand=demand)
     reason = probe_io_uring()

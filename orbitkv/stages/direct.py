@@ -19,6 +19,8 @@ from orbitkv.segment import PagedTensors
 from orbitkv.stages.batch import RestoreBatch
 from orbitkv.stages.ticket import Part
 
+_TURNS = 16  # of the loop: far more than a free node needs to take a batch from its queue
+
 
 class DirectWriteBatch:
     """From C to G: the objects of a batch that D gets too, to be written past the host.
@@ -88,8 +90,16 @@ class DirectWriteBatch:
         self._taken.set_result(digests)
 
     async def taken(self) -> frozenset[bytes]:
-        """What is written past the host: nothing where G has not begun, however slow it is."""
-        if not self._begun:
+        """What is written past the host: nothing where G does not turn to it now.
+
+        G may have no place for it for as long as a disk takes. Where it has one, it comes within a
+        few turns of the loop; D may be here before it, in one turn with what emitted both.
+        """
+        for _ in range(_TURNS):
+            if self._begun or self.over:
+                break
+            await asyncio.sleep(0)
+        else:
             self.end()
         return await asyncio.shield(self._taken)
 

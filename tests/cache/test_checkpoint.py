@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from orbitkv.cache.checkpoint import (
     BLOCK_ROWS,
     COUNTER_BITS,
+    INDEX_MAGIC,
     MAX_INCARNATION,
     ROW,
     IndexTable,
@@ -104,6 +107,69 @@ def test_generations_of_two_managers_never_meet(ssd_path: Path) -> None:
     assert seen == [number << COUNTER_BITS for number in (1, 2, 3, 4)]
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_generations_differ_from_those_of_a_manager_that_was_not_to_persist(
+    ssd_path: Path, *, is_killed: bool
+) -> None:
+    """It drops the rows, which it makes untrue, and keeps the number while the file is there."""
+    for _ in range(2):
+        left(ssd_path, 1)
+    store = ExtentStore[Holder]([ssd_path], CAPACITY_NBYTES, persist=False)
+    assert store.first_generation == 3 << COUNTER_BITS
+    assert recovered(store) == []
+    placed(store, "a")
+    if is_killed:
+        kill(store)
+    else:
+        store.close()
+        assert list(ssd_path.parent.iterdir()) == []
+    again = opened(ssd_path)
+    assert recovered(again) == []
+    assert again.first_generation == (4 if is_killed else 1) << COUNTER_BITS
+    again.close()
+
+
+def filled(path: Path) -> None:
+    """Something in every block, as earlier managers wrote it."""
+    with path.open("r+b") as file:
+        file.write(b"\xab" * CAPACITY_NBYTES)
+
+
+@pytest.mark.parametrize("persist", [False, True])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: index_of(path).write_bytes(INDEX_MAGIC),
+        lambda path: index_of(path).write_bytes(
+            rewritten(index_of(path).read_bytes(), incarnation=MAX_INCARNATION)
+        ),
+        lambda path: (index_of(path).unlink(), lock_of(path).write_text("999999\n")),
+    ],
+    ids=["damaged", "of the last number", "gone"],
+)
+def test_bytes_of_which_no_index_tells_the_generations_are_gone_before_these_come_again(
+    ssd_path: Path, damage: Callable[[Path], object], *, persist: bool
+) -> None:
+    left(ssd_path, 1)
+    filled(ssd_path)
+    damage(ssd_path)
+    store = ExtentStore[Holder]([ssd_path], CAPACITY_NBYTES, persist=persist)
+    assert ssd_path.read_bytes() == bytes(CAPACITY_NBYTES)
+    assert ssd_path.stat().st_blocks * 512 >= CAPACITY_NBYTES
+    store.close()
+
+
+@pytest.mark.parametrize("persist", [False, True])
+def test_bytes_of_which_an_index_tells_the_generations_stay(
+    ssd_path: Path, *, persist: bool
+) -> None:
+    left(ssd_path, 1)
+    filled(ssd_path)
+    store = ExtentStore[Holder]([ssd_path], CAPACITY_NBYTES, persist=persist)
+    assert ssd_path.read_bytes() == b"\xab" * CAPACITY_NBYTES
+    store.close()
+
+
 def test_number_of_a_manager_is_on_the_device_before_the_store_is_open(ssd_path: Path) -> None:
     store = opened(ssd_path)
     (incarnation,) = struct.unpack_from("<Q", index_of(ssd_path).read_bytes(), 16)
@@ -136,7 +202,7 @@ def test_store_of_too_many_managers_starts_anew(ssd_path: Path) -> None:
 
 def test_lost_shard_costs_its_own_objects(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "abc"]
-    for damage in (paths[1].unlink, lambda: index_of(paths[1]).write_bytes(b"x")):
+    for damage in (paths[1].unlink, lambda: index_of(paths[1]).write_bytes(INDEX_MAGIC + b"x")):
         store = opened(*paths, capacity_nbytes=6 * BLOCK)
         recovered(store)
         holders = [placed(store, name) for name in range(6)]
@@ -218,13 +284,11 @@ def rewritten(image: bytes, *, crc: bool = True, **changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        pytest.param(lambda image: b"", "0 bytes; accepted: 64 or more", id="empty"),
+        pytest.param(lambda image: image[:8], "8 bytes; accepted: 64 or more", id="its magic"),
         pytest.param(lambda image: image[:63], "63 bytes", id="cut in its head"),
         pytest.param(lambda image: image[:-9], "bytes; accepted", id="cut in its rows"),
         pytest.param(lambda image: image[:-ROW_NBYTES], "bytes; accepted", id="a row less"),
         pytest.param(lambda image: image + b"\0", "bytes; accepted", id="a byte more"),
-        pytest.param(lambda image: b'{"format": 1}' * 50, "magic", id="somebody else's"),
-        pytest.param(lambda image: bytes(len(image)), "magic", id="zeros"),
         pytest.param(
             lambda i: rewritten(i, version=2), "version 2.*accepted: version 1", id="future"
         ),
@@ -259,6 +323,27 @@ def test_index_that_does_not_stand_is_a_cold_start_with_a_reason(
     store.close()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda image: b"", id="empty"),
+        pytest.param(lambda image: b'{"format": 1}' * 50, id="somebody else's"),
+        pytest.param(lambda image: bytes(len(image)), id="zeros"),
+        pytest.param(lambda image: b"\xff" + image, id="shifted"),
+    ],
+)
+def test_index_that_does_not_begin_as_ours_is_refused_and_left_alone(
+    ssd_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    """It may be somebody's, and so may then the file beside it."""
+    left(ssd_path, 2, 1)
+    image = damage(index_of(ssd_path).read_bytes())
+    index_of(ssd_path).write_bytes(image)
+    with pytest.raises(StoreError, match=rf"{index_of(ssd_path)} \(it begins with .*{ssd_path} \("):
+        opened(ssd_path)
+    assert index_of(ssd_path).read_bytes() == image
+
+
 @given(position=st.integers(0, HEADER_NBYTES + 2 * ROW_NBYTES - 1), bit=st.integers(0, 7))
 def test_no_single_flipped_bit_of_an_index_passes(
     tmp_path_factory: pytest.TempPathFactory, position: int, bit: int
@@ -268,6 +353,10 @@ def test_no_single_flipped_bit_of_an_index_passes(
     image = bytearray(index_of(ssd_path).read_bytes())
     image[position] ^= 1 << bit
     index_of(ssd_path).write_bytes(image)
+    if position < len(INDEX_MAGIC):
+        with pytest.raises(StoreError, match="not a store of ours"):
+            opened(ssd_path)
+        return
     store = opened(ssd_path)
     assert store.cold_reason
     assert recovered(store) == []
@@ -279,12 +368,37 @@ def test_index_that_cannot_be_read_is_named_and_leaves_the_path_unlocked(ssd_pat
     left(ssd_path, 1)
     index_of(ssd_path).unlink()
     index_of(ssd_path).mkdir()
-    with pytest.raises(StoreError, match=f"{index_of(ssd_path)}: Is a directory; remove it"):
+    named = (
+        rf"{index_of(ssd_path)} \(a directory\), {ssd_path} \(.*\), not a store of ours; accepted"
+    )
+    with pytest.raises(StoreError, match=named):
         opened(ssd_path)
     assert not lock_of(ssd_path).exists()
     index_of(ssd_path).rmdir()
     ssd_path.unlink()  # without its index it is nothing that a store would take for its own
     opened(ssd_path).close()
+
+
+def test_index_that_the_disk_does_not_give_is_named_with_what_helps(
+    ssd_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left(ssd_path, 1)
+    real = os.fdopen
+
+    def fail(fd: int, mode: str, **options: int) -> object:
+        if mode == "rb":
+            os.close(fd)
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, mode, **options)
+
+    monkeypatch.setattr(os, "fdopen", fail)
+    helps = f"accepted: one that can be read, or neither it nor {ssd_path}$"
+    with pytest.raises(StoreError, match=f"{index_of(ssd_path)}: Input/output error; {helps}"):
+        opened(ssd_path)
+    monkeypatch.undo()
+    store = opened(ssd_path)
+    assert len(recovered(store)) == 1
+    store.close()
 
 
 def test_index_does_not_outlive_a_store_that_was_not_to_persist(ssd_path: Path) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from orbitkv.cache import extents as extents_module
 from orbitkv.cache import shard as shard_module
+from orbitkv.cache.checkpoint import INDEX_MAGIC
 from orbitkv.cache.extents import RUN_NBYTES, ExtentStore
 from orbitkv.errors import StoreError
 from tests.builders import BLOCK
-from tests.cache.holders import Holder, kill, lock_of, placed, recovered
+from tests.cache.holders import Holder, index_of, kill, lock_of, placed, recovered
 
 CAPACITY_NBYTES = 16 * BLOCK
 
@@ -26,6 +30,10 @@ def opened(
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def unfinished_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished")
 
 
 @pytest.fixture
@@ -219,6 +227,158 @@ def test_a_link_or_a_pipe_is_neither_used_nor_removed(ssd_path: Path) -> None:
     assert target.read_text() == "precious"
 
 
+def text(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.with_name("precious"))
+
+
+MADE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "text": (lambda path: text(path, b"[[package]]\n" * 5), "it begins with|60 bytes"),
+    "a number and more": (lambda path: text(path, b"12\n34\n"), "it begins with|6 bytes"),
+    "a link": (link, "a link"),
+    "a link to nothing": (lambda path: path.symlink_to(path.with_name("none")), "a link"),
+    "a directory": (Path.mkdir, "a directory"),
+    "a pipe": (os.mkfifo, "no regular file"),
+}
+
+
+@pytest.mark.parametrize("persist", [False, True])
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("name_of", [index_of, unfinished_of, lock_of])
+def test_what_lies_at_a_name_of_the_store_and_is_not_ours_is_named_and_left_alone(
+    ssd_path: Path, name_of: Callable[[Path], Path], made: str, *, persist: bool
+) -> None:
+    """Beside a free path, and beside a store that has been left."""
+    precious = ssd_path.with_name("precious")
+    precious.write_bytes(b"precious")
+    make, kind = MADE[made]
+    for is_left in (False, True):
+        if is_left:
+            store = opened(ssd_path, persist=True)
+            holder = placed(store, "kept")
+            store.close()
+        name = name_of(ssd_path)
+        kept = ssd_path.with_name("kept")
+        with contextlib.suppress(FileNotFoundError):
+            name.rename(kept)
+        make(name)
+        found = name.lstat()
+        before = sorted(path.name for path in ssd_path.parent.iterdir())
+        text_before = name.read_bytes() if name.is_file() else None
+        with pytest.raises(StoreError, match=rf"{name}[: (]*({kind}).*; accepted: "):
+            opened(ssd_path, persist=persist)
+        assert sorted(path.name for path in ssd_path.parent.iterdir()) == before
+        assert (name.lstat().st_ino, name.lstat().st_size) == (found.st_ino, found.st_size)
+        assert text_before is None or name.read_bytes() == text_before
+        assert precious.read_bytes() == b"precious"
+        name.rmdir() if made == "a directory" else name.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            kept.rename(name)
+    again = opened(ssd_path, persist=True)
+    assert [found.digest for found in recovered(again)] == [holder.digest]
+    again.close()
+
+
+@pytest.mark.parametrize("persist", [False, True])
+@pytest.mark.parametrize(
+    ("name_of", "content"),
+    [
+        (lock_of, b""),
+        (lock_of, b"a lock of another program\n"),
+        (lock_of, b"123 and more\n"),
+        (index_of, b""),
+        (index_of, b"chapter 1"),
+        (index_of, INDEX_MAGIC[:7]),
+        (unfinished_of, INDEX_MAGIC),
+    ],
+)
+def test_what_lies_beside_a_file_of_somebody_elses_does_not_make_it_ours(
+    ssd_path: Path, name_of: Callable[[Path], Path], content: bytes, *, persist: bool
+) -> None:
+    ssd_path.write_bytes(b"my thesis")
+    name_of(ssd_path).write_bytes(content)
+    before = contents(ssd_path.parent)
+    with pytest.raises(StoreError, match=r"kv.ssd \(9 bytes\), not a store of ours; accepted"):
+        opened(ssd_path, persist=persist)
+    assert contents(ssd_path.parent) == before
+
+
+def test_removing_what_a_refusal_names_helps(ssd_path: Path) -> None:
+    """All of it is named at once: without its index a file is nobody's that a store would take."""
+    opened(ssd_path, persist=True).close()
+    index_of(ssd_path).unlink()
+    index_of(ssd_path).mkdir()
+    unfinished_of(ssd_path).write_bytes(b"x")
+    named = rf"{index_of(ssd_path)} \(a directory\), {unfinished_of(ssd_path)} .*, {ssd_path} \("
+    with pytest.raises(StoreError, match=named):
+        opened(ssd_path, persist=True)
+    index_of(ssd_path).rmdir()
+    unfinished_of(ssd_path).unlink()
+    ssd_path.unlink()
+    opened(ssd_path, persist=True).close()
+
+
+@pytest.mark.parametrize("begun", [b"", INDEX_MAGIC[:3], INDEX_MAGIC + b"\1"])
+def test_index_that_a_killed_manager_had_begun_is_taken_over(ssd_path: Path, begun: bytes) -> None:
+    store = opened(ssd_path, persist=True)
+    holder = placed(store, "kept")
+    store.close()
+    unfinished_of(ssd_path).write_bytes(begun)
+    again = opened(ssd_path, persist=True)
+    assert [found.digest for found in recovered(again)] == [holder.digest]
+    again.close()
+    assert not unfinished_of(ssd_path).exists()
+
+
+def test_index_is_not_written_through_a_link_that_came_later(ssd_path: Path) -> None:
+    precious = ssd_path.with_name("precious")
+    precious.write_bytes(b"precious")
+    store = opened(ssd_path, persist=True)
+    placed(store, "a")
+    unfinished_of(ssd_path).symlink_to(precious)
+    with pytest.raises(StoreError, match="closing"):
+        store.close()
+    assert precious.read_bytes() == b"precious"
+
+
+def test_lock_holds_the_pid_at_every_moment_so_that_a_kill_leaves_the_file_ours(
+    ssd_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssd_path.write_bytes(b"old extents")
+    for left_by in (b"999999\n", b"4194304   \n"):
+        lock_of(ssd_path).write_bytes(left_by)
+        store = opened(ssd_path)
+        assert int(lock_of(ssd_path).read_bytes()) == os.getpid()
+        kill(store)
+    monkeypatch.setattr(os, "ftruncate", lambda *_: pytest.fail("a moment without a pid"))
+    before = contents(ssd_path.parent)
+    with pytest.raises(StoreError, match="capacity"):
+        opened(ssd_path, capacity_nbytes=2**50)
+    assert contents(ssd_path.parent) == before
+
+
+@pytest.mark.parametrize("name_nbytes", [244, 245, 251, 255, 256, 300])
+@pytest.mark.parametrize("persist", [False, True])
+def test_name_that_leaves_no_room_for_those_beside_it_is_refused(
+    tmp_path: Path, name_nbytes: int, *, persist: bool
+) -> None:
+    path = tmp_path / ("é" * (name_nbytes // 2) + "a" * (name_nbytes % 2))
+    if name_nbytes <= 244:
+        opened(path, persist=persist).close()
+        return
+    with pytest.raises(StoreError, match=f"a name of {name_nbytes} bytes; accepted: up to 244"):
+        opened(path, persist=persist)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directory_whose_name_is_too_long_is_a_store_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="File name too long"):
+        opened(tmp_path / ("a" * 300) / "kv")
+
+
 def test_what_a_killed_manager_left_is_taken_over(ssd_path: Path) -> None:
     ssd_path.write_bytes(b"old extents")
     lock_of(ssd_path).write_text("999999\n")
@@ -233,6 +393,7 @@ def test_refused_start_keeps_the_mark_of_what_a_killed_manager_left(ssd_path: Pa
     with pytest.raises(StoreError, match="capacity"):
         opened(ssd_path, capacity_nbytes=2**50)
     assert ssd_path.read_bytes() == b"old extents"
+    assert int(lock_of(ssd_path).read_text()) == 999999
     opened(ssd_path).close()
 
 
@@ -317,12 +478,78 @@ def test_index_that_cannot_be_written_refuses_to_start_and_leaves_the_others(
 ) -> None:
     opened(*paths, persist=True).close()
     before = contents(paths[0].parent)
-    unfinished = paths[1].with_name(f"{paths[1].name}.unfinished")
+    unfinished = unfinished_of(paths[1])
     unfinished.mkdir()
-    with pytest.raises(StoreError, match=f"{paths[1]}: Is a directory"):
-        opened(*paths, persist=True)
+    for persist in (False, True):
+        with pytest.raises(StoreError, match=rf"{unfinished} \(a directory\), not a store of ours"):
+            opened(*paths, persist=persist)
     unfinished.rmdir()
     assert contents(paths[0].parent) == before
+
+
+@pytest.mark.parametrize("persist", [False, True])
+@pytest.mark.parametrize("shard", range(3))
+@pytest.mark.parametrize("step", ["write_unfinished", "finish"])
+def test_disk_that_fails_while_indexes_are_written_costs_no_shard(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, step: str, shard: int, *, persist: bool
+) -> None:
+    """Of a store that was to persist, and is now opened as one that is and as one that is not."""
+    store = opened(*paths, persist=True)
+    holders = [placed(store, name) for name in range(5)]
+    store.close()
+    before = contents(paths[0].parent)
+    real = getattr(extents_module, step)
+    calls: list[Path] = []
+
+    def fail(path: Path, *args: Path, **index: object) -> None:
+        calls.append(path)
+        if len(calls) == shard + 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(path, *args, **index)
+
+    monkeypatch.setattr(extents_module, step, fail)
+    with pytest.raises(StoreError, match=f"{paths[shard]}.*: Input/output error"):
+        opened(*paths, persist=persist)
+    assert contents(paths[0].parent) == before
+    monkeypatch.undo()
+    again = opened(*paths, persist=True)
+    assert {found.digest for found in recovered(again)} == {h.digest for h in holders}
+    again.close()
+
+
+def test_disk_that_fails_at_the_last_step_of_a_start_is_a_store_error(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(*paths, persist=True).close()
+    before = contents(paths[0].parent)
+
+    def fail(fd: int, nbytes: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "ftruncate", fail)
+    for persist in (False, True):
+        with pytest.raises(StoreError, match=f"{paths[0]}: Input/output error"):
+            opened(*paths, persist=persist)
+        assert contents(paths[0].parent) == before
+
+
+def test_shard_without_an_index_is_still_ours_after_a_start_that_failed(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(*paths, persist=True).close()
+    index_of(paths[1]).write_bytes(INDEX_MAGIC + b"damaged")
+    real = extents_module.finish
+
+    def fail(unfinished: Path, path: Path) -> None:
+        if path == index_of(paths[2]):
+            raise OSError(errno.EIO, "Input/output error")
+        real(unfinished, path)
+
+    monkeypatch.setattr(extents_module, "finish", fail)
+    with pytest.raises(StoreError, match="Input/output error"):
+        opened(*paths, persist=True)
+    monkeypatch.undo()
+    opened(*paths, persist=True).close()
 
 
 def test_capacity_that_the_shards_of_one_filesystem_cannot_hold_together_is_refused(

@@ -115,7 +115,7 @@ class SsdAgainstModel(RuleBasedStateMachine):
     @initialize(persist=st.booleans())
     def open(self, *, persist: bool) -> None:
         extents_module.RUN_NBYTES = RUN_BLOCKS * BLOCK
-        self.persist = persist
+        self.persist = self.is_numbered = persist
         self.directory = tempfile.TemporaryDirectory()
         self.paths = [Path(self.directory.name) / str(shard) for shard in range(SHARDS)]
         self.model = Model()
@@ -222,21 +222,27 @@ class SsdAgainstModel(RuleBasedStateMachine):
     @rule()
     def save_index(self) -> None:
         checkpoint(self.store)
-        self.saved = self.model.after_restart()
-
-    @rule(closes=st.booleans())
-    def restart(self, *, closes: bool) -> None:
-        if closes:
+        if self.persist:
             self.saved = self.model.after_restart()
+
+    @rule(closes=st.booleans(), persist=st.booleans())
+    def restart(self, *, closes: bool, persist: bool) -> None:
+        if closes:
+            if self.persist:
+                self.saved = self.model.after_restart()
             self.catalogue.close()
         else:
             kill(self.store)
             self.catalogue.pool.close()
-        if not self.persist:
+        if not self.is_numbered or (closes and not self.persist):
+            # Its bytes are gone, and only then a generation may come again.
+            self.written, self.generations = {}, {}
+            self.is_numbered = False
+        self.persist = persist
+        self.is_numbered |= persist
+        if not persist:
             self.saved = Model()
         self.model = copies.deepcopy(self.saved)
-        if not self.persist:
-            self.written, self.generations = {}, {}
         self._open()
         # As a restore does: what does not stand is hidden, and what stands is what was named.
         for item in self.model.items():

@@ -23,7 +23,7 @@ from orbitkv import Config, Manager
 from orbitkv.cache import extents as extents_module
 from orbitkv.cache.catalogue import Tier
 from orbitkv.config import MIB
-from orbitkv.errors import StoreError
+from orbitkv.errors import ConfigError, StoreError
 from orbitkv.runtime import persistence
 from tests.builders import (
     BLOCK,
@@ -31,6 +31,7 @@ from tests.builders import (
     WAIT_S,
     Engine,
     Gate,
+    big_geometry,
     counters,
     ended,
     in_thread,
@@ -151,10 +152,7 @@ def generations_swapped(rows: list[bytes]) -> list[bytes]:
     "damage",
     [
         lambda index: index[: len(index) // 2],
-        lambda index: b"\xff" + index,
         lambda index: index.replace(b"\0\0", b"\0\1"),
-        lambda index: b"",
-        lambda index: b'{"format": "orbitkv-ssd-index:1", "objects": []}',
         lambda index: with_rows(index, digests_swapped),
         lambda index: with_rows(index, offsets_swapped),
         lambda index: with_rows(index, generations_swapped),
@@ -164,10 +162,7 @@ def generations_swapped(rows: list[bytes]) -> list[bytes]:
     ],
     ids=[
         "cut off",
-        "shifted",
         "other numbers",
-        "empty",
-        "an older format",
         "other digests",
         "other offsets",
         "other generations",
@@ -193,6 +188,34 @@ def test_damaged_index_is_a_cold_or_partial_start_and_never_wrong_bytes(
     Engine.register(again.manager, seed=1).save(numbered(4))
     assert again.restored(numbered(4)) == tuple(numbered(4)), "a new save repairs it"
     assert [again.page(index) for index in range(4)] == wanted
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda index: b"\xff" + index,
+        lambda index: b"",
+        lambda index: b'{"format": "orbitkv-ssd-index:1", "objects": []}',
+    ],
+    ids=["shifted", "empty", "an older format"],
+)
+def test_index_that_may_be_somebody_elses_refuses_the_start_and_all_is_left_alone(
+    open_manager: ManagerFactory, ssd_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    settings = {"ssd_cache_paths": ssd_path, "ssd_persist": True}
+    engine = Engine.register(open_manager(**settings))
+    engine.save(numbered(4))
+    engine.manager.flush()
+    engine.manager.close()
+    index = index_of(ssd_path).read_bytes()
+    index_of(ssd_path).write_bytes(damage(index))
+    before = ssd_path.read_bytes()
+    with pytest.raises(StoreError, match="not a store of ours; accepted"):
+        open_manager(**settings)
+    assert (ssd_path.read_bytes(), index_of(ssd_path).read_bytes()) == (before, damage(index))
+    index_of(ssd_path).write_bytes(index)
+    again = Engine.register(open_manager(**settings), seed=None)
+    assert again.restored(numbered(4)) == tuple(numbered(4))
 
 
 def test_index_whose_rows_changed_places_yields_misses(
@@ -380,6 +403,100 @@ def test_start_that_is_cancelled_leaves_the_path_free(
 
     asyncio.run(scenario())
     assert list(ssd_path.parent.iterdir()) == []
+
+
+def descriptors_under(directory: Path) -> list[str]:
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(str(descriptor.readlink()))
+    return [target for target in found if target.startswith(str(directory))]
+
+
+@pytest.mark.parametrize("persist", [False, True])
+@pytest.mark.parametrize("part", ["Retention", "TinyLfu", "Catalogue"])
+def test_start_that_fails_behind_the_store_leaves_no_file_lock_or_memory(
+    ssd_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, *, persist: bool
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    pools: list[persistence.Pool] = []
+    real = persistence.Pool
+
+    def kept_pool(*args: int, **options: bool) -> persistence.Pool:
+        pools.append(real(*args, **options))
+        return pools[-1]
+
+    config = Config(
+        pool_nbytes=BLOCK,
+        ssd_cache_paths=ssd_path,
+        ssd_cache_capacity_nbytes=BLOCK,
+        ssd_persist=persist,
+        enable_lfu_admission=True,
+        lock_memory=False,
+    )
+    monkeypatch.setattr(persistence, part, fail)
+    monkeypatch.setattr(persistence, "Pool", kept_pool)
+    with pytest.raises(RuntimeError, match="a bug"):
+        persistence._open(config)
+    assert descriptors_under(ssd_path.parent) == []
+    assert not lock_of(ssd_path).exists()
+    assert ssd_path.exists() == persist
+    (pool,) = pools
+    assert pool.memory.size == 0
+    monkeypatch.undo()
+    persistence._open(config).close()
+
+
+def test_policies_are_compiled_only_where_numba_is(
+    ssd_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(persistence, "driver_unavailable", lambda: None)
+    settings = {"pool_nbytes": BLOCK, "ssd_cache_paths": ssd_path, "lock_memory": False}
+    sized = settings | {"ssd_cache_capacity_nbytes": BLOCK}
+    refused = "^compile_policies: True, and numba is not installed; accepted: .*False or None$"
+    with pytest.raises(ConfigError, match=refused):
+        persistence._open(Config(**sized, compile_policies=True))
+    assert list(ssd_path.parent.iterdir()) == []
+    for choice in (None, False):
+        persistence._open(Config(**sized, compile_policies=choice)).close()
+
+
+def test_object_longer_than_a_shard_is_told_once_and_served_from_dram(
+    open_manager: ManagerFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = open_manager(
+        ssd_cache_paths=[tmp_path / "a", tmp_path / "b"], ssd_cache_capacity_nbytes=4 * BLOCK
+    )
+    engine = Engine.register(manager)
+    assert "ssd_group_too_large" not in caplog.text
+    large = Engine.register(manager, geometry=big_geometry(4 * BLOCK))
+    (nbytes,) = large.geometry.object_nbytes.values()
+    assert caplog.text.count("ssd_group_too_large") == 1
+    assert f"object_nbytes={nbytes} shard_nbytes={2 * BLOCK}" in caplog.text
+    assert counters(manager)["ssd_groups_too_large"] == 1
+    large.save({page_hash("large"): 0})
+    assert manager.flush().unwritten == 1
+    assert large.restored({page_hash("large"): 1}) == (page_hash("large"),)
+    engine.save(numbered(1))
+    assert manager.flush().unwritten == 1, "what fits is written"
+
+
+def test_depth_that_no_io_uring_has_is_one_clear_refusal(
+    open_manager: ManagerFactory, ssd_path: Path, tmp_path: Path
+) -> None:
+    for setting in ("ssd_write_inflight", "ssd_prefetch_inflight"):
+        with pytest.raises(ConfigError, match=f"{setting}: 32769; accepted: None, or 1 to 32768"):
+            Config(**{setting: 32769})
+        assert Config(**{setting: 32768})
+    source = (ROOT / "pipelines/save.toml").read_text()
+    definition = tmp_path / "deep.toml"
+    definition.write_text(source.replace('"ring:write", depth = 8', '"ring:write", depth = 32769'))
+    with pytest.raises(ConfigError, match="depth 32769; accepted: 1 to 32768, as an io_uring"):
+        open_manager(ssd_cache_paths=ssd_path, save_pipeline=str(definition))
+    assert not ssd_path.exists()
 
 
 # Shards under a manager ------------------------------------------------------------------------

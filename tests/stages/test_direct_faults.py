@@ -246,3 +246,21 @@ def test_what_reuse_does_not_want_is_not_written_past_the_host(
     evict_dram(engine)
     engine.save(numbered(4))
     assert tally(engine)["direct_writes"] == 4, "the second publication"
+
+
+def test_a_device_that_is_done_at_once_leaves_g_its_turn(
+    direct: ManagerFactory, route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D does not wait for anything then, and would be there before G has got the batch."""
+    if route.device == "emulated":
+
+        async def at_once(self: EmulatedStream, event: Any) -> None:
+            del self
+            event.await_it()
+
+        monkeypatch.setattr(EmulatedStream, "reached", at_once)
+    engine = engine_of(direct(), route)
+    for round_ in range(4):
+        engine.save(numbered(6, first=10 * round_))
+    seen = tally(engine)
+    assert (seen["direct_writes"], seen["direct_refused"]) == (24, 0)
