@@ -206,6 +206,10 @@ class Config:
             if budget_nbytes is not None and budget_nbytes > self.pool_nbytes:
                 accepted = f"no more than the pool, which is {self.pool_nbytes}"
                 raise ConfigError(f"{setting}: {budget_nbytes}; accepted: {accepted}")
+        whole_nbytes, each_nbytes = self.query_budget_nbytes, self.query_instance_budget_nbytes
+        if whole_nbytes is not None and each_nbytes is not None and each_nbytes > whole_nbytes:
+            accepted = f"no more than that of all instances, which is {whole_nbytes}"
+            raise ConfigError(f"query_instance_budget_nbytes: {each_nbytes}; accepted: {accepted}")
         for setting, asks in (
             ("ssd_persist", self.ssd_persist),
             ("ssd_read_path", self.ssd_read_path is not None),

@@ -88,6 +88,7 @@ class _Task:
         codec, nvcomp_library: As ``Config`` has them.
         token_ids: The prompt.
         pool_nbytes, ssd_nbytes: Room for the prompt's pages in each tier.
+        trace: File to record what the manager does to.
     """
 
     model: str
@@ -102,6 +103,7 @@ class _Task:
     ssd_path: str
     ssd_backend: SsdBackend
     nvcomp_library: str | None = None
+    trace: str | None = None
 
     @property
     def pages(self) -> int:
@@ -121,6 +123,7 @@ class _Task:
             ssd_cache_capacity_nbytes=self.ssd_nbytes,
             ssd_backend=self.ssd_backend,
             ssd_persist=True,
+            trace=Path(self.trace) if self.trace else None,
         )
 
     def config_without_ssd(self) -> Config:
@@ -202,6 +205,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=CODECS,
         default=CODECS[0],
         help="how pages are stored, ans with --device cuda only (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="T.okvtrace",
+        help="record the run there, and the new process's beside it, as T-ssd.okvtrace",
     )
     add_shared_options(parser)
 
@@ -335,6 +344,7 @@ def _plan(
         ssd_nbytes=nbytes,
         ssd_path=str(ssd_path.resolve()),
         ssd_backend=args.ssd_backend,
+        trace=str(args.trace.resolve()) if args.trace else None,
     )
 
 
@@ -434,6 +444,9 @@ def _run_second_process(task: _Task) -> _Run:
     """Have a new interpreter load the model and restore from SSD."""
     # This package, whatever the new interpreter would find under its name.
     package_root = str(Path(__file__).parents[1].resolve())
+    if task.trace:
+        first = Path(task.trace)
+        task = replace(task, trace=str(first.with_stem(f"{first.stem}-ssd")))
     ended = subprocess.run(
         [sys.executable, "-c", _BE_THE_SECOND_PROCESS, package_root],
         input=json.dumps(asdict(task)),

@@ -37,17 +37,26 @@ def render(status: DaemonStatus, before: DaemonStatus | None) -> RenderableType:
             f"{status.sessions} sessions, {status.instances} instances, {status.leases} leases, "
             f"{status.tickets} tickets"
         ),
-        _tiers(status),
         _hits(status, before),
+        _tiers(status),
         _edges(status, before, since_s),
         *_off(status),
     )
 
 
+def _table(*columns: str, title: str | None = None) -> Table:
+    """A table in which a row is a line, so that all arrows fit a terminal of 24."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
 def watch(client: Client, console: Console, interval_s: float) -> None:
-    """Show a live view until interrupted."""
+    """Show a live view until interrupted, on the terminal's other screen if it is a terminal."""
     status, before = client.status(), None
-    with Live(render(status, None), console=console, auto_refresh=False) as live:
+    screen = console.is_terminal
+    with Live(render(status, None), console=console, auto_refresh=False, screen=screen) as live:
         while True:
             time.sleep(interval_s)
             status, before = client.status(), status
@@ -55,7 +64,7 @@ def watch(client: Client, console: Console, interval_s: float) -> None:
 
 
 def _tiers(status: DaemonStatus) -> Table:
-    table = Table("tier", "used", "capacity", "full", title_justify="left", title="Tiers")
+    table = _table("tier", "used", "capacity", "full")
     for tier in _TIERS:
         used = getattr(status.statistics, f"{tier}_used_nbytes")
         capacity = getattr(status.statistics, f"{tier}_capacity_nbytes")
@@ -70,10 +79,8 @@ def _hits(status: DaemonStatus, before: DaemonStatus | None) -> Table:
         return status.counters.get(name, 0) - (before.counters.get(name, 0) if before else 0)
 
     asked, found = passed("queried_pages"), passed("found_pages")
-    table = Table(
-        "queries", "pages asked", "found", "hit rate", "dram", "ssd", title_justify="left"
-    )
-    table.title = "Queries" if before is None else "Queries, since the last look"
+    since = "" if before is None else "since the last look"
+    table = _table("queries", "pages asked", "found", "hit rate", "dram", "ssd", since)
     table.add_row(
         str(passed("queries")),
         str(asked),
@@ -87,9 +94,11 @@ def _hits(status: DaemonStatus, before: DaemonStatus | None) -> Table:
 
 def _edges(status: DaemonStatus, before: DaemonStatus | None, since_s: float) -> Table:
     columns = ("pipeline", "arrow", "a second", "passed", "waiting", "blocked", "dropped")
-    table = Table(*columns, title="Arrows", title_justify="left")
+    table = _table(*columns, title="Arrows")
     earlier = dict(_channels(before)) if before else {}
-    for (pipeline, name), channel in _channels(status):
+    # Between nodes first: what is cut off below are entries, which feed these.
+    arrows = sorted(_channels(status), key=lambda found: found[0][1].startswith("entry of "))
+    for (pipeline, name), channel in arrows:
         old = earlier.get((pipeline, name))
         moved = channel.passed_nbytes - (old.passed_nbytes if old else 0)
         table.add_row(

@@ -40,6 +40,9 @@ LAYERS = (
         "orbitkv.qualify",
         "orbitkv.simulation",
         "orbitkv.top",
+        "orbitkv.trace_svg",
+        "orbitkv.trace_views",
+        "orbitkv.tracing",
     ),
     ("orbitkv.cli", "orbitkv.__main__"),
 )

@@ -124,6 +124,7 @@ class Catalogue:
         self.pending_writes: Counter[bytes] = Counter()
         self.loading: dict[bytes, Loading] = {}
         self._by_handle: dict[int, Copy] = {}
+        self._asked_to_go: Counter[RetentionClass | None] = Counter()  # evicted on request
         self._generation = extents.first_generation if extents else 0
         self._write_ended: dict[Copy, list[asyncio.Future[None]]] = {}
         self._shelves: Mapping[Tier, _Shelf] = {tier: _Shelf({}, set()) for tier in Tier}
@@ -409,6 +410,9 @@ class Catalogue:
     def evict_unpinned(self, tier: Tier) -> int:
         """Hide every copy of a tier that nobody reads; return the bytes freed."""
         unpinned = [copy for copy in self.copies(tier) if copy.pins == 0]
+        self.counters[f"evicted_{tier}"] += len(unpinned)
+        if tier is Tier.DRAM:
+            self._asked_to_go.update(self.retention.class_of(copy.handle) for copy in unpinned)
         for copy in unpinned:
             self.hide(copy)
         return sum(copy.nbytes for copy in unpinned)
@@ -422,7 +426,10 @@ class Catalogue:
             "protected_nbytes": retained.protected_nbytes,
             "ssd_writes_admitted": self.writes.admitted,
         }
-        counted |= {f"evicted_{kind.name.lower()}": n for kind, n in retained.evicted.items()}
+        counted |= {
+            f"evicted_{kind.name.lower()}": n + self._asked_to_go[kind]
+            for kind, n in retained.evicted.items()
+        }
         counted |= {f"ssd_skips_{reason}": n for reason, n in self.writes.skipped.items()}
         if self.lfu:
             counted |= {"lfu_admitted": self.lfu.admitted, "lfu_rejected": self.lfu.rejected}

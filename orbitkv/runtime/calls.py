@@ -7,7 +7,8 @@ import contextlib
 import itertools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,6 +18,20 @@ from orbitkv.runtime import wire
 from orbitkv.runtime.connection import Connection, peer_credentials
 
 R = TypeVar("R", bound=wire.Reply)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request without an answer.
+
+    Attributes:
+        slots: Where its slot is given back.
+        promised: Number of a second answer, which follows unless this one is a refusal.
+    """
+
+    replied: asyncio.Future[Any]
+    slots: asyncio.Semaphore
+    promised: int | None = None
 
 
 class Calls:
@@ -40,12 +55,12 @@ class Calls:
         self.lost: SessionLost | None = None
         self._deadline_s = deadline_s
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, _Waiting] = {}
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
-        self._in_flight = asyncio.Semaphore(1)
+        self._set_slots(1)
         self._connection = await self._connect()
         self._reader = self._loop.create_task(self._read())
         try:
@@ -56,7 +71,7 @@ class Calls:
             self._connection.close()
             await self._reader
             raise
-        self._in_flight = asyncio.Semaphore(self.welcome.max_in_flight)
+        self._set_slots(self.welcome.max_in_flight)
         self._watcher = self._loop.create_task(self._watch())
         return self
 
@@ -69,6 +84,10 @@ class Calls:
         self._watcher.cancel()
         self._connection.close()
         await asyncio.wait([self._reader, self._watcher])
+
+    def _set_slots(self, count: int) -> None:
+        """Bound what is under way. A call never waits for tickets, which may take for ever."""
+        self._tickets, self._answers = asyncio.Semaphore(count), asyncio.Semaphore(count)
 
     @property
     def waiting(self) -> int:
@@ -95,7 +114,10 @@ class Calls:
         deadline_s: float | None,
         descriptors: Sequence[int] = (),
     ) -> R:
-        """Send a request, and wait for its answer.
+        """Send a request as soon as there is a slot, and wait for its answer.
+
+        Args:
+            deadline_s: For both. None: for ever.
 
         Raises:
             OrbitError: what the daemon said.
@@ -103,24 +125,69 @@ class Calls:
             SessionLost: it has gone.
         """
         self.check_open()
-        await self._in_flight.acquire()
-        self.check_open()
         message = request(self.next_number())
-        replied: asyncio.Future[wire.Reply] = self._loop.create_future()
+        async with self._deadline(message, deadline_s):
+            return await self._ask(message, answer, descriptors)
+
+    async def ask_twice(
+        self, request: Callable[[int, int], wire.Prepare], deadline_s: float
+    ) -> tuple[wire.Leased, int, asyncio.Future[Any]]:
+        """Ask for a lease, and for what ends as a ticket does, under a number of its own.
+
+        Raises:
+            OrbitError: as ``ask``.
+
+        Returns:
+            The lease; number and answer of the ticket, which has yet to come.
+        """
+        self.check_open()
+        number = self.next_number()
+        message = request(self.next_number(), number)
+        async with self._deadline(message, deadline_s):
+            await self._tickets.acquire()
+            expected = _Waiting(self._loop.create_future(), self._tickets)
+            self._waiting[number] = expected
+            try:
+                leased = await self._ask(message, wire.Leased, promised=number)
+            except BaseException:
+                if not expected.replied.cancel():
+                    expected.replied.exception()  # of a session that was lost: told already
+                if message.number not in self._waiting:  # it was refused, or never sent
+                    self._forget(number)
+                raise
+        return leased, number, expected.replied
+
+    async def _ask(
+        self,
+        message: wire.Request,
+        answer: type[R],
+        descriptors: Sequence[int] = (),
+        promised: int | None = None,
+    ) -> R:
+        slots = self._tickets if answer is wire.Ended else self._answers
+        await slots.acquire()
         try:
+            self.check_open()
             self._connection.send(message, descriptors)
         except OrbitError:
-            self._in_flight.release()
+            slots.release()
             raise
-        self._waiting[message.number] = replied
-        expiry = None
-        if deadline_s is not None:
-            expiry = self._loop.call_later(deadline_s, self._expire, message, replied, deadline_s)
+        waiting = _Waiting(self._loop.create_future(), slots, promised)
+        self._waiting[message.number] = waiting
+        return await self.answer(waiting.replied, answer)
+
+    @contextlib.asynccontextmanager
+    async def _deadline(
+        self, message: wire.Request, deadline_s: float | None
+    ) -> AsyncIterator[None]:
         try:
-            return await self.answer(replied, answer)
-        finally:
-            if expiry:
-                expiry.cancel()
+            async with asyncio.timeout(deadline_s):
+                yield
+        except TimeoutError as error:
+            what = type(message).__name__.lower()
+            raise DeadlineMissed(
+                f"the daemon at {self.path}: no answer to {what} in {deadline_s} s"
+            ) from error
 
     async def answer(self, replied: asyncio.Future[Any], kind: type[R]) -> R:
         """Wait for an answer of a kind; raises as ``ask``."""
@@ -131,18 +198,10 @@ class Calls:
             raise wire.error_of(reply.fault)
         raise ProtocolError(f"{type(reply).__name__} where {kind.__name__} is the answer")
 
-    async def expect(self, number: int) -> asyncio.Future[Any]:
-        """Wait for the answer of a request that another one is to begin; ``forget`` where not."""
-        self.check_open()
-        await self._in_flight.acquire()
-        self.check_open()
-        self._waiting[number] = expected = self._loop.create_future()
-        return expected
-
-    def forget(self, number: int) -> None:
+    def _forget(self, number: int) -> None:
         """Wait no longer for an answer that will not come."""
-        if self._waiting.pop(number, None):
-            self._in_flight.release()
+        if waiting := self._waiting.pop(number, None):
+            waiting.slots.release()
 
     def tell(self, message: wire.Request) -> None:
         """Send what has no answer; to a daemon that has gone, nothing."""
@@ -175,16 +234,6 @@ class Calls:
             raise SessionLost(f"{self.path} is served by user {uid}; accepted: our own, or 0")
         return Connection(sock, wire.REPLIES, lingers=True)  # else why it ended would be lost
 
-    def _expire(
-        self, message: wire.Request, replied: asyncio.Future[wire.Reply], deadline_s: float
-    ) -> None:
-        if not replied.done():
-            what = type(message).__name__.lower()
-            missed = DeadlineMissed(
-                f"the daemon at {self.path}: no answer to {what} in {deadline_s} s"
-            )
-            replied.set_exception(missed)
-
     async def _read(self) -> None:
         """Hand every reply to whoever waits for it, until the session is over."""
         try:
@@ -199,12 +248,14 @@ class Calls:
             self._lose(str(error))
 
     def _settle(self, reply: wire.Reply) -> None:
-        replied = self._waiting.pop(reply.number, None)
-        if replied is None:
+        waiting = self._waiting.pop(reply.number, None)
+        if waiting is None:
             return  # to a sign of life, or to giving back
-        self._in_flight.release()
-        if not replied.done():
-            replied.set_result(reply)
+        waiting.slots.release()
+        if waiting.promised is not None and isinstance(reply, wire.Refused):
+            self._forget(waiting.promised)
+        if not waiting.replied.done():
+            waiting.replied.set_result(reply)
         elif isinstance(reply, wire.Leased):  # too late: nobody will ever use it
             self.tell(wire.Release(self.next_number(), reply.lease))
         elif isinstance(reply, wire.Registered):
@@ -216,11 +267,11 @@ class Calls:
             return
         self.lost = SessionLost(f"{self.path}: {reason}; register again in a new session")
         self._connection.close()
-        waiting, self._waiting = self._waiting, {}
-        for replied in waiting.values():
-            self._in_flight.release()
-            if not replied.done():
-                replied.set_exception(SessionLost(str(self.lost)))
+        unanswered, self._waiting = self._waiting, {}
+        for waiting in unanswered.values():
+            waiting.slots.release()
+            if not waiting.replied.done():
+                waiting.replied.set_exception(SessionLost(str(self.lost)))
 
     async def _watch(self) -> None:
         """Ask for a sign of life while a request waits, and end the session where none comes."""

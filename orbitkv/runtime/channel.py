@@ -94,9 +94,9 @@ class Channel(Generic[T]):
         self._dropped_items = 0
 
     @property
-    def held(self) -> tuple[int, int]:
-        """Batches and bytes that it holds."""
-        return len(self._items), self._nbytes
+    def items(self) -> int:
+        """Batches that it holds."""
+        return len(self._items)
 
     @property
     def exhausted(self) -> bool:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy.typing as npt
 
@@ -34,8 +34,9 @@ from orbitkv.runtime.ipc import EventExporter, PastEvent
 from orbitkv.runtime.lanes import HostLane
 from orbitkv.runtime.leases import PrefixLease
 from orbitkv.runtime.manager import Front
-from orbitkv.runtime.remote import Move, RemoteInstance, RemoteLease
+from orbitkv.runtime.remote import Move, RemoteInstance, RemoteLease, check_count
 from orbitkv.runtime.tensors import Exported, SharedMemory, allocate_tensors
+from orbitkv.runtime.trace import TraceTotals
 from orbitkv.segment import Geometry, ModelIdentity, PagedTensors
 from orbitkv.stages.ticket import Outcome, Ticket
 
@@ -153,7 +154,7 @@ class Session:
         remote = self._check_open(instance)
         hashes = tuple(page_hash for page_hash, _ in pages)
         indices = tuple(index for _, index in pages)
-        check_hashes(hashes)
+        self._check_hashes(hashes)
         check_ready(ready)
         remote.tensors.check_indices(indices, distinct=True)
         move = Move(
@@ -170,31 +171,21 @@ class Session:
     async def query(self, instance: Instance, hashes: tuple[bytes, ...]) -> RemoteLease:
         """Ask for the longest prefix that can be restored."""
         remote = self._check_open(instance)
-        check_hashes(hashes)
+        self._check_hashes(hashes)
         leased = await self._calls.ask(
             lambda number: wire.Query(number, remote.number, hashes), wire.Leased, self._deadline_s
         )
-        lease = RemoteLease(remote, hashes[: leased.pages], leased, self._release_from_any_thread)
-        self._leases.add(lease)
-        return lease
+        return self._keep(remote, hashes, leased)
 
     async def prepare(self, instance: Instance, hashes: tuple[bytes, ...]) -> RemoteLease:
         """Find a prefix like ``query``, but without demand; bring to DRAM what SSD alone has."""
         remote = self._check_open(instance)
-        check_hashes(hashes)
-        number = self._calls.next_number()
-        ended = await self._calls.expect(number)
-        try:
-            leased = await self._calls.ask(
-                lambda asked: wire.Prepare(asked, remote.number, hashes, number),
-                wire.Leased,
-                self._deadline_s,
-            )
-        except BaseException:
-            self._calls.forget(number)
-            raise
-        lease = RemoteLease(remote, hashes[: leased.pages], leased, self._release_from_any_thread)
-        self._leases.add(lease)
+        self._check_hashes(hashes)
+        leased, number, ended = await self._calls.ask_twice(
+            lambda asked, promised: wire.Prepare(asked, remote.number, hashes, promised),
+            self._deadline_s,
+        )
+        lease = self._keep(remote, hashes, leased)
 
         async def prepared(ticket: Ticket) -> wire.Ended:
             with self._cancelling(ticket, number):
@@ -206,7 +197,7 @@ class Session:
     async def warm(self, instance: Instance, hashes: tuple[bytes, ...]) -> Ticket:
         """Bring pages to DRAM that SSD alone has. Nobody owns them there, and it is no demand."""
         remote = self._check_open(instance)
-        check_hashes(hashes)
+        self._check_hashes(hashes)
 
         def request(number: int) -> wire.Warm:
             return wire.Warm(number, remote.number, hashes)
@@ -222,8 +213,9 @@ class Session:
         check_destinations(lease, destinations)
         assert isinstance(lease, RemoteLease), "a lease of another manager's instance"
         handle = lease.number
-        lease.spent = True
-        self._leases.discard(lease)
+        self._spend(lease)
+        if not lease.hashes:
+            return self._begin(remote, (), _missed)
         hashes, indices = tuple(destinations), tuple(map(int, destinations.values()))
         move = Move(
             remote,
@@ -252,6 +244,20 @@ class Session:
     async def status(self) -> wire.DaemonStatus:
         """Take a snapshot of the daemon."""
         return (await self._calls.ask(wire.GetStatus, wire.Status, self._deadline_s)).status
+
+    async def begin_trace(self, file: BinaryIO, *, digests: bool, payloads: bool) -> None:
+        """Let the daemon record to a regular file, which stays the caller's to close."""
+        await self._calls.ask(
+            lambda number: wire.BeginTrace(number, digests, payloads),
+            wire.Done,
+            self._deadline_s,
+            [file.fileno()],
+        )
+
+    async def end_trace(self) -> TraceTotals:
+        """End the recording; all of it is in the file then."""
+        ended = await self._calls.ask(wire.EndTrace, wire.TraceEnded, self._long_deadline_s)
+        return ended.totals
 
     async def statistics(self) -> ManagerStatistics:
         """Take a snapshot of what the daemon's core holds."""
@@ -353,6 +359,10 @@ class Session:
         finally:
             cancelled.remove_done_callback(cancel)
 
+    def _check_hashes(self, hashes: tuple[bytes, ...]) -> None:
+        check_hashes(hashes)
+        check_count(hashes, self._calls.welcome.max_hashes)
+
     def _check_open(self, instance: Instance) -> RemoteInstance:
         self._calls.check_open()
         if not isinstance(instance, RemoteInstance) or instance not in self._instances:
@@ -367,10 +377,36 @@ class Session:
     def _release(self, lease: PrefixLease) -> None:
         if lease.spent:
             return
-        lease.spent = True
-        self._leases.discard(lease)
+        self._spend(lease)
         assert isinstance(lease, RemoteLease)
         self._calls.tell(wire.Release(self._calls.next_number(), lease.number))
+
+    def _keep(
+        self, remote: RemoteInstance, hashes: tuple[bytes, ...], leased: wire.Leased
+    ) -> RemoteLease:
+        """Keep a lease for as long as the daemon does."""
+        lease = RemoteLease(remote, hashes[: leased.pages], leased, self._release_from_any_thread)
+        if not lease.spent:
+            lease.expiry = self._loop.call_later(
+                self._calls.welcome.lease_ttl_s, self._expire, lease
+            )
+            self._leases.add(lease)
+        return lease
+
+    def _expire(self, lease: PrefixLease) -> None:
+        lease.expired = True
+        self._release(lease)
+
+    def _spend(self, lease: PrefixLease) -> None:
+        lease.spent = True
+        self._leases.discard(lease)
+        if lease.expiry:
+            lease.expiry.cancel()
+
+
+async def _missed(_: Ticket) -> wire.Ended:
+    """What a restore of nothing comes to, which the daemon need not be asked for."""
+    return wire.Ended(0, "miss", (), (), ())
 
 
 class Client(Front[Session]):
@@ -378,7 +414,8 @@ class Client(Front[Session]):
 
     Pages in shared memory of ``allocate``, and pages on a GPU, are read and written by the daemon
     where they are. Other host tensors are copied to and from a mirror, page by page, which takes
-    host memory for every page that was ever moved. After ``SessionLost`` all handles are void: an
+    host memory for every page that was ever moved. A request that names more than 16,384 pages
+    raises ``ImpossibleRequest``. After ``SessionLost`` all handles are void: an
     engine goes on without, or makes a new client and registers again.
 
     Args:
@@ -415,3 +452,20 @@ class Client(Front[Session]):
     def status(self) -> wire.DaemonStatus:
         """Take a snapshot of the daemon."""
         return self._call(self.core.status())
+
+    def begin_trace(self, file: BinaryIO, *, digests: bool = False, payloads: bool = False) -> None:
+        """Record what the daemon does from now on, until ``end_trace`` or the client's end.
+
+        Args:
+            file: A regular one, open for writing; the daemon writes to it, not to a path.
+            digests: Hash what each stage gives, where that lies in host memory.
+            payloads: Record the bytes of the pages that saves read, too.
+
+        Raises:
+            Closed: another trace is being recorded.
+        """
+        self._call(self.core.begin_trace(file, digests=digests, payloads=payloads))
+
+    def end_trace(self) -> TraceTotals:
+        """End the recording, and tell what it came to."""
+        return self._call(self.core.end_trace())

@@ -75,6 +75,7 @@ class Connection(Generic[M]):
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_nbytes = 0
         self._ended: OrbitError | None = None
+        self._broken: OrbitError | None = None  # a rule, so that nothing more is received
         self._at_end = False
         self._reading = True
         self._loop.add_reader(self._fd, self._on_readable)
@@ -117,6 +118,8 @@ class Connection(Generic[M]):
     async def receive(self) -> M | None:
         """The next message; None once the peer has closed, and all was received.
 
+        Descriptors of the messages before it must have been taken.
+
         Raises:
             ProtocolError: what came is no message.
             SessionLost: the connection was closed on this side, or broke.
@@ -128,6 +131,10 @@ class Connection(Generic[M]):
                     return message
             if self._ended is not None:
                 raise self._ended.with_traceback(None)
+            if self._broken is not None:
+                raise self._broken.with_traceback(None)
+            if len(self._descriptors) > MAX_DESCRIPTORS:
+                raise ProtocolError(f"more than {MAX_DESCRIPTORS} descriptors of one message")
             if self._at_end:
                 if self.half_received:
                     raise ProtocolError("the peer closed in the middle of a message")
@@ -202,7 +209,8 @@ class Connection(Generic[M]):
     def _on_readable(self) -> None:
         # To the end: of a socket that broke, uvloop tells once, whatever is left in it.
         while self._reading and self._ended is None and self._receive_some():
-            if len(self._received) - self._start > MAX_MESSAGE_NBYTES:
+            large = len(self._received) - self._start > MAX_MESSAGE_NBYTES
+            if large or len(self._descriptors) > MAX_DESCRIPTORS:
                 self._stop_reading()  # the rest is left in the kernel, which bounds it
         self._wake()
 
@@ -217,12 +225,13 @@ class Connection(Generic[M]):
         except OSError as error:
             self.close(SessionLost(f"the socket broke: {error}"))
             return False
+        came = 0
         for _, kind, payload in ancillary:
             if kind == socket.SCM_RIGHTS:
-                whole = len(payload) // _DESCRIPTOR * _DESCRIPTOR
-                self._descriptors.extend(array.array("i", payload[:whole]))
-        if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
-            self.close(ProtocolError(f"more than {MAX_DESCRIPTORS} descriptors at once"))
+                came = len(payload) // _DESCRIPTOR
+                self._descriptors.extend(array.array("i", payload[: came * _DESCRIPTOR]))
+        if flags & socket.MSG_CTRUNC:
+            self._break(_lost_descriptors(came))
             return False
         self._received += received
         if not received:
@@ -238,9 +247,15 @@ class Connection(Generic[M]):
         """End a connection whose peer began a message long ago, and has not finished it."""
         self._half = None
         if self.half_received and self._taken == taken:
-            self.close(ProtocolError(f"half a message, and not the rest in {self._message_s} s"))
+            self._break(ProtocolError(f"half a message, and not the rest in {self._message_s} s"))
+            self._wake()
         else:
             self._time_half()
+
+    def _break(self, error: OrbitError) -> None:
+        """Receive nothing more; whoever receives may still tell the peer why."""
+        self._broken = error
+        self._stop_reading()
 
     def _stop_reading(self) -> None:
         self._reading = False
@@ -275,3 +290,10 @@ class Connection(Generic[M]):
                 self._unsent.appendleft((frame[sent:], () if sent else descriptors))
                 return
         self._loop.remove_writer(self._fd)
+
+
+def _lost_descriptors(came: int) -> OrbitError:
+    """Why the kernel has not handed over all descriptors of a message."""
+    if came >= MAX_DESCRIPTORS:
+        return ProtocolError(f"more than {MAX_DESCRIPTORS} descriptors of one message")
+    return SessionLost("no descriptor is free for the memory that came: raise the limit, nofile")

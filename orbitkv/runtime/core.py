@@ -88,10 +88,20 @@ class Flushed:
 
 
 @dataclass(frozen=True, slots=True)
+class ArenaStatistics:
+    """Workspace of one lane on one GPU: what is allocated, and what batches hold of it."""
+
+    capacity_nbytes: int
+    used_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerStatistics:
     """A snapshot of a manager. Bytes are whole 4 KiB blocks.
 
     Attributes:
+        query_used_nbytes, query_budget_nbytes: What leases hold, and may hold; None: any number.
+        arenas: By lane, as ``stream:save on cuda:0``.
         nodes, channels, unavailable: Of each direction, ``save`` and ``restore``.
     """
 
@@ -100,6 +110,9 @@ class ManagerStatistics:
     pool_largest_free_nbytes: int
     ssd_capacity_nbytes: int
     ssd_used_nbytes: int
+    query_used_nbytes: int
+    query_budget_nbytes: int | None
+    arenas: Mapping[str, ArenaStatistics]
     counters: Mapping[str, int]
     nodes: Mapping[str, Mapping[str, NodeStatistics]]
     channels: Mapping[str, tuple[ChannelStatistics, ...]]
@@ -423,12 +436,28 @@ class Core:
         batches = self._cutter.publish(ticket, instance.tensors, fresh(), self._save, ready)
         self._send_off(instance, ticket, self._save, batches)
         ticket.when_done(lambda: self._touch_from_the_end(saved))
+        ticket.when_done(lambda: self._count_saved(instance, ticket.result()))
         return ticket
 
     def _touch_from_the_end(self, keys: Sequence[StateKey]) -> None:
         """Let eviction take a saved prefix's tail before its head."""
         found = (self.catalogue.find(key.digest, Tier.DRAM) for key in reversed(keys))
         self.catalogue.touch([copy for copy in found if copy])
+
+    def _count_saved(self, instance: Instance, outcome: Outcome) -> None:
+        """Count the bytes of pages that a save has stored, and of their objects."""
+        if not isinstance(outcome, Saved):
+            return
+        digests = (digest_of[h] for digest_of in instance.digests for h in outcome.stored)
+        find = self.catalogue.find
+        copies = [find(digest, Tier.DRAM) or find(digest, Tier.SSD) for digest in digests]
+        stored_nbytes = sum(copy.nbytes for copy in copies if copy)
+        self._count_moved("saved", instance, len(outcome.stored), stored_nbytes)
+
+    def _count_moved(self, verb: str, instance: Instance, pages: int, stored_nbytes: int) -> None:
+        counters = self.catalogue.counters
+        counters[f"{verb}_logical_nbytes"] += pages * instance.geometry.page_nbytes
+        counters[f"{verb}_stored_nbytes"] += stored_nbytes
 
     async def query(self, instance: Instance, hashes: tuple[bytes, ...]) -> PrefixLease:
         """Find the longest prefix of which every state group is in a tier that can be read."""
@@ -586,6 +615,7 @@ class Core:
             from_ssd: [],
         }
         lost: list[bytes] = []
+        stored_nbytes: Counter[bytes] = Counter()
         pages = itertools.product(lease.hashes, groups)
         for (page_hash, slots), copy in zip(pages, lease.copies, strict=True):
             if page_hash not in destinations:
@@ -593,6 +623,7 @@ class Core:
                 continue
             target = Destination(page_hash, destinations[page_hash], slots)
             nearest = self._nearest(copy)
+            stored_nbytes[page_hash] += nearest.nbytes
             station = FetchBatch if nearest.tier is Tier.DRAM else from_ssd
             if self._fetch.accepts(station):
                 work[station].append((nearest, target))
@@ -604,6 +635,14 @@ class Core:
             ticket.when_done(lease.claim.release)
         if lost:
             ticket.part(tuple(lost)).settle(done=())
+
+        def count() -> None:
+            outcome = ticket.result()
+            if isinstance(outcome, Restored):
+                nbytes = sum(stored_nbytes[page_hash] for page_hash in outcome.restored)
+                self._count_moved("restored", instance, len(outcome.restored), nbytes)
+
+        ticket.when_done(count)
         batches = self._cutter.restore(ticket, instance.tensors, work, self._fetch, ready)
         self._send_off(instance, ticket, self._fetch, batches)
         return ticket
@@ -746,6 +785,14 @@ class Core:
             pool.largest_free_nbytes,
             extents.capacity_nbytes if extents else 0,
             extents.used_nbytes if extents else 0,
+            self.leases.quota.used_nbytes,
+            self.config.query_budget_nbytes,
+            {
+                arena.name.removeprefix("arena of "): ArenaStatistics(
+                    arena.capacity_nbytes, arena.used_nbytes
+                )
+                for arena in self.devices.arenas()
+            },
             dict(self.catalogue.counters) | self.catalogue.policy_counters(),
             {name: nodes for name, (nodes, _) in taken.items()},
             {name: channels for name, (_, channels) in taken.items()},
@@ -784,7 +831,7 @@ def check_destinations(lease: PrefixLease, destinations: Mapping[bytes, int]) ->
     """Refuse a restore of a lease that is spent, or to pages that cannot be; nothing has moved."""
     if lease.expired:
         raise Closed("the lease has expired; query again")
-    if lease.spent:
+    if lease.spent and lease.hashes:  # one of nothing can always be restored, as a miss
         raise Closed("the lease was released or restored before")
     unknown = [page_hash.hex()[:16] for page_hash in destinations.keys() - set(lease.hashes)]
     if unknown:

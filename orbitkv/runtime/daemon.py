@@ -9,6 +9,8 @@ import fcntl
 import gc
 import logging
 import os
+import re
+import resource
 import signal
 import socket
 import stat
@@ -24,11 +26,12 @@ import structlog
 import uvloop
 
 from orbitkv.config import Config
-from orbitkv.errors import ConfigError, OrbitError
+from orbitkv.errors import ConfigError, GraphError, OrbitError
+from orbitkv.pipeline import load_pipeline
 from orbitkv.runtime.client import default_socket
 from orbitkv.runtime.core import Core
 from orbitkv.runtime.flags import add_flags, build, read_file, settings_of, to_toml
-from orbitkv.runtime.http import Health, make_app, start_http
+from orbitkv.runtime.http import Health, make_app, parse_address, start_http
 from orbitkv.runtime.metrics import Metrics
 from orbitkv.runtime.sessions import Sessions
 
@@ -37,6 +40,7 @@ LogFormat = Literal["console", "json"]
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 _BACKLOG = 512
+_PID_LINE, _PID_NBYTES = re.compile(rb"(\d{1,10}\n)?"), 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,10 @@ class DaemonSettings:
 
     def __post_init__(self) -> None:
         levels, formats = get_args(LogLevel), get_args(LogFormat)
+        http_stands = self.http_addr == "off" or parse_address(self.http_addr) is not None
         for setting, stands, accepted in (
+            ("socket", bool(self.socket.name), "the path of a socket"),
+            ("http_addr", http_stands, "host:port, or off"),
             ("devices", self.ordinals is None or min(self.ordinals, default=0) >= 0, "all, or 0,1"),
             ("max_sessions", 1 <= self.max_sessions <= 2**16, "1 to 65536"),
             ("drain_s", 0 < self.drain_s < 2**31, "more than zero seconds"),
@@ -71,7 +78,9 @@ class DaemonSettings:
             ("log_format", self.log_format in formats, ", ".join(formats)),
         ):
             if not stands:
-                raise ConfigError(f"{setting}: {getattr(self, setting)!r}; accepted: {accepted}")
+                seen = getattr(self, setting)
+                shown = str(seen) if isinstance(seen, Path) else seen
+                raise ConfigError(f"{setting}: {shown!r}; accepted: {accepted}")
 
     @property
     def ordinals(self) -> frozenset[int] | None:
@@ -116,13 +125,14 @@ def main(
     parser.add_argument(
         "--print-config", action="store_true", help="print all settings as TOML, and end"
     )
-    add_flags(parser.add_argument_group("the daemon"), daemon_settings)
-    add_flags(parser.add_argument_group("its manager"), manager_settings)
+    # A daemon has the time to compile its policies; an engine's process may not.
+    defaults = {"nvcomp_library": nvcomp_library, "compile_policies": True}
+    add_flags(parser.add_argument_group("the daemon"), daemon_settings, defaults)
+    add_flags(parser.add_argument_group("its manager"), manager_settings, defaults)
     given = vars(parser.parse_args(argv))
     path, printed = given.pop("config"), given.pop("print_config")
     try:
-        # A daemon has the time to compile its policies; an engine's process may not.
-        values: dict[str, Any] = {"nvcomp_library": nvcomp_library, "compile_policies": True}
+        values: dict[str, Any] = dict(defaults)
         if path is not None:
             values |= read_file(path, settings)
         by_field = {setting.field: setting for setting in settings}
@@ -132,10 +142,23 @@ def main(
         if printed:
             sys.stdout.write(to_toml(daemon, config) + "\n")
             return 0
+        for source in (config.save_pipeline, config.restore_pipeline):
+            load_pipeline(source)
+        _raise_descriptor_limit()
         return run(daemon, config, notify=_notifier(notify_socket))
+    except GraphError as error:
+        sys.stderr.write(f"{parser.prog}: pipeline {error.name!r}: {'; '.join(error.faults)}\n")
+        return EXIT_REFUSED
     except OrbitError as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         return EXIT_REFUSED
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many descriptors as this process may have: sessions and their memories take some."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # above what the kernel takes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def run(daemon: DaemonSettings, config: Config, *, notify: Callable[[str], None]) -> int:
@@ -229,12 +252,20 @@ def listening(path: Path) -> Iterator[socket.socket]:
     with contextlib.ExitStack() as opened:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            lock = os.open(lock_path, flags, 0o600)
             opened.callback(os.close, lock)
+            if not stat.S_ISREG(os.fstat(lock).st_mode) or not _PID_LINE.fullmatch(
+                os.pread(lock, _PID_NBYTES, 0)
+            ):
+                raise ConfigError(
+                    f"--socket: {path}: beside it, {lock_path.name} is no lock of a daemon's; "
+                    "accepted: a path of its own"
+                )
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                pid = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                pid = os.pread(lock, _PID_NBYTES, 0).decode().strip() or "unknown"
                 taken = f"the daemon with pid {pid} serves it"
                 raise ConfigError(f"--socket: {path}: {taken}; accepted: one of its own") from None
             os.ftruncate(lock, 0)

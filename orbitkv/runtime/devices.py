@@ -12,6 +12,7 @@ from orbitkv.cache.catalogue import Catalogue
 from orbitkv.cache.direct import DirectRoute, Gate
 from orbitkv.codecs.slots import SlotCodecs
 from orbitkv.errors import Closed, DirectFault
+from orbitkv.runtime.arena import Arena
 from orbitkv.runtime.cuda import CudaLane, Device
 from orbitkv.runtime.cufile import CuFileLane
 from orbitkv.runtime.lanes import drain_task
@@ -99,6 +100,10 @@ class Devices:
                 else:
                     route.open_device(ordinal, lane.slots(ordinal))
             await drain_task(asyncio.to_thread(device.prepare, tensors, codecs))
+
+    def arenas(self) -> list[Arena]:
+        """The workspace of every lane on every GPU."""
+        return [stream.arena for lane in self._streams for stream in lane.streams.values()]
 
     async def end_opening(self) -> None:
         """Open nothing more; a thread that pins the pool, or loads kernels, ends before it goes."""

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union
 
 from orbitkv.config import format_nbytes, parse_nbytes
@@ -109,10 +110,19 @@ def settings_of(described: type) -> tuple[Setting, ...]:
     return tuple(found)
 
 
-def add_flags(group: argparse._ArgumentGroup, settings: Sequence[Setting]) -> None:
-    """Add a flag for each setting; one that is not given is not in the result."""
+def add_flags(
+    group: argparse._ArgumentGroup,
+    settings: Sequence[Setting],
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Add a flag for each setting; one that is not given is not in the result.
+
+    Args:
+        defaults: By field, where they are not those of the class.
+    """
     for setting in settings:
-        text = f"{setting.help} (default: {_shown(setting, setting.default) or 'none'})"
+        default = defaults.get(setting.field, setting.default)
+        text = f"{_for_users(setting.help)} (default: {_shown_to_users(setting, default)})"
         options: dict[str, Any] = {
             "dest": setting.field,
             "default": argparse.SUPPRESS,
@@ -189,6 +199,26 @@ def _shown(setting: Setting, value: Any) -> str:  # noqa: ANN401 - any field's
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else json.dumps(str(value))
+
+
+def _shown_to_users(setting: Setting, value: Any) -> str:  # noqa: ANN401 - any field's
+    """A default as it would be written on a command line."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return _shown(setting, value).strip('"') if value not in (None, ()) else "not given"
+
+
+def _for_users(text: str) -> str:
+    """A field's docstring in the words of a command line: of flags, not of Python's values."""
+    text = re.sub(r"\b(None|none):", "Not given:", text)
+
+    def named(quoted: re.Match[str]) -> str:
+        field = quoted[1]
+        if re.fullmatch(r"[a-z]+(_[a-z]+)+", field):
+            return f"--{_NAMES.get(field, field.removesuffix('_nbytes')).replace('_', '-')}"
+        return field
+
+    return re.sub(r"``([^`]*)``", named, text)
 
 
 def _attributes(docstring: str) -> dict[str, str]:

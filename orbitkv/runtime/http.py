@@ -30,6 +30,7 @@ FAULTS: Mapping[str, str] = {
 }
 _RECENT_S = 60.0
 _SAMPLE_S = 5.0
+_SHUTDOWN_S = 1.0  # for requests that have not come whole
 
 
 class Health:
@@ -86,19 +87,27 @@ def make_app(core: Core, sessions: Sessions, health: Health, metrics: Metrics) -
     return app
 
 
+def parse_address(address: str) -> tuple[str, int] | None:
+    """Host and port of ``host:port``; None where it is no such thing."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 2**16:
+        return None
+    return host.strip("[]"), int(port)
+
+
 async def start_http(app: web.Application, address: str) -> web.AppRunner:
     """Serve on ``host:port``; ``runner.cleanup()`` ends it.
 
     Raises:
         ConfigError: the address cannot be used.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) >= 2**16:
+    place = parse_address(address)
+    if place is None:
         raise ConfigError(f"--http-addr: {address!r}; accepted: host:port, or off")
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        await web.TCPSite(runner, *place).start()
     except OSError as error:
         await runner.cleanup()
         raise ConfigError(f"--http-addr: {address!r}: {error.strerror or error}") from error
@@ -156,7 +165,8 @@ class _Pages:
                     "device": served.instance.tensors.device,
                     "tickets": len(served.instance.tickets),
                     "leases": sum(
-                        lease.instance is served.instance for lease in session.leases.values()
+                        lease.instance is served.instance and not lease.spent
+                        for lease in session.leases.values()
                     ),
                 }
                 for session in self._sessions.live
@@ -173,11 +183,14 @@ class _Pages:
         return web.json_response({"sessions": len(gone), "instances": instances})
 
     async def clean_memory(self, _: web.Request) -> web.Response:
-        """Evict all of DRAM that nobody reads. What a reader still holds comes back later."""
+        """Evict all of DRAM that nobody reads.
+
+        Reclaimed is what is free afterwards and was not: less, where requests waited for it.
+        """
         catalogue = self._core.catalogue
         used_nbytes = catalogue.pool.used_nbytes
         evicted_nbytes = catalogue.evict_unpinned(Tier.DRAM)
-        reclaimed_nbytes = used_nbytes - catalogue.pool.used_nbytes
+        reclaimed_nbytes = max(0, used_nbytes - catalogue.pool.used_nbytes)
         return web.json_response(
             {"evicted_nbytes": evicted_nbytes, "reclaimed_nbytes": reclaimed_nbytes}
         )

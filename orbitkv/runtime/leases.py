@@ -24,7 +24,7 @@ class PrefixLease:
     Attributes:
         hashes: The prefix, in order: the first ``len(hashes)`` of those asked for.
         copies: The objects of its pages, page after page; of each one a state group, in order.
-        spent: Released, restored or expired.
+        spent: Released, restored or expired; from the start where nothing was found.
         expired: Nobody restored or released it in time.
         preparation: Of ``prepare``: ends when what SSD alone had is in DRAM too.
     """
@@ -91,21 +91,25 @@ class Leases:
     ) -> PrefixLease:
         """Pin what was found, for as long as a lease stands; nothing where the quota is too small.
 
+        A lease of nothing does not stand: it holds nothing, and need not be released.
+
         Args:
             hashes: Those asked for.
             copies: The objects of the first of them, as the lease has them.
         """
-        nbytes = sum([copy.nbytes for copy in copies])
-        claim = self.quota.claim(instance, nbytes)
-        if claim is None:
+        nbytes = sum([copy.nbytes for copy in set(copies)])  # of a page named twice, once
+        claim = self.quota.claim(instance, nbytes) if copies else None
+        if copies and claim is None:
             oversized = nbytes > self.quota.each_nbytes
             self._catalogue.counters["query_oversized" if oversized else "query_budget_full"] += 1
             copies = ()
         found = hashes[: len(copies) // len(instance.geometry.groups)]
         lease = PrefixLease(instance, found, copies, self._release, claim)
-        if copies:
-            self._catalogue.pin_all(copies)
-            lease.expiry = self._loop.call_later(self._ttl_s, self._expire, lease)
+        if not copies:
+            lease.spent = True
+            return lease
+        self._catalogue.pin_all(copies)
+        lease.expiry = self._loop.call_later(self._ttl_s, self._expire, lease)
         self._standing.add(lease)
         return lease
 

@@ -21,6 +21,7 @@ from orbitkv.segment import Geometry, ModelIdentity
 from orbitkv.stages.ticket import Ticket
 
 T = TypeVar("T")
+Pages = Mapping[bytes, int] | Iterable[tuple[bytes, int]]
 
 
 class Serving(Protocol):
@@ -121,20 +122,21 @@ class Front(Generic[S]):
     def publish(
         self,
         instance: Instance,
-        pages: Iterable[tuple[bytes, int]],
+        pages: Pages,
         *,
         ready: object | None = None,
     ) -> Ticket:
         """Save pages, given as (page hash, page index). They must not change until it has ended.
 
         Args:
+            pages: Pairs, or a mapping of hashes to indices.
             ready: The engine's event, after which the pages hold what is to be saved. None: now.
                 Saves are in order: one whose event never happens holds up all behind it.
 
         Raises:
             DestinationError: a page index is out of range or comes twice; nothing is saved.
         """
-        return self._call(self.core.publish(instance, tuple(pages), ready))
+        return self._call(self.core.publish(instance, _pairs(pages), ready))
 
     def query(self, instance: Instance, hashes: Sequence[bytes]) -> PrefixLease:
         """Find the longest prefix that can be restored, and keep it from eviction."""
@@ -168,6 +170,8 @@ class Front(Generic[S]):
         Raises:
             DestinationError: a hash is not leased, or an index is out of range or comes twice;
                 no byte has moved, and the lease still stands.
+            Closed: the lease was spent, or has expired. With a daemon, one that expires while
+                the request is on its way ends the ticket as ``Failed`` with the same error.
         """
         return self._call(self.core.restore(lease, dict(destinations), ready))
 
@@ -226,12 +230,12 @@ class Front(Generic[S]):
     async def publish_async(
         self,
         instance: Instance,
-        pages: Iterable[tuple[bytes, int]],
+        pages: Pages,
         *,
         ready: object | None = None,
     ) -> Ticket:
         """Like ``publish``; the ticket can be awaited."""
-        return await self._call_async(self.core.publish(instance, tuple(pages), ready))
+        return await self._call_async(self.core.publish(instance, _pairs(pages), ready))
 
     async def query_async(self, instance: Instance, hashes: Sequence[bytes]) -> PrefixLease:
         """Like ``query``."""
@@ -396,3 +400,7 @@ class Manager(Front[Core]):
     ) -> None:
         self.config = config or Config()
         super().__init__(Core(self.config, wrap_lane=wrap_lane), name="orbitkv-manager")
+
+
+def _pairs(pages: Pages) -> tuple[tuple[bytes, int], ...]:
+    return tuple(pages.items() if isinstance(pages, Mapping) else pages)

@@ -6,6 +6,7 @@ is one line in ``COUNTERS``; until it has one, it is there as ``orbitkv_events_t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from orbitkv.runtime.channel import ChannelStatistics
+from orbitkv.runtime.core import ArenaStatistics
 from orbitkv.runtime.runtime import NodeStatistics
 from orbitkv.runtime.wire import DaemonStatus
 
@@ -57,6 +59,16 @@ def _channels(
         for pipeline, channels in status.statistics.channels.items()
         for found in channels
     ]
+
+
+def _arenas(read: Callable[[ArenaStatistics], float]) -> Callable[[DaemonStatus], Samples]:
+    return lambda status: [
+        ((lane,), read(arena)) for lane, arena in status.statistics.arenas.items()
+    ]
+
+
+def _limit(nbytes: int | None) -> float:
+    return math.inf if nbytes is None else nbytes
 
 
 _EDGE = ("pipeline", "edge")
@@ -117,6 +129,30 @@ METRICS = (
         "SSD that objects take.",
         (),
         _one(lambda s: s.statistics.ssd_used_nbytes),
+    ),
+    Metric(
+        "orbitkv_query_used_bytes",
+        "Stored bytes that leases hold.",
+        (),
+        _one(lambda s: s.statistics.query_used_nbytes),
+    ),
+    Metric(
+        "orbitkv_query_budget_bytes",
+        "Stored bytes that leases may hold; +Inf: any number.",
+        (),
+        _one(lambda s: _limit(s.statistics.query_budget_nbytes)),
+    ),
+    Metric(
+        "orbitkv_arena_capacity_bytes",
+        "Workspace that a lane has allocated on a GPU.",
+        ("lane",),
+        _arenas(lambda a: a.capacity_nbytes),
+    ),
+    Metric(
+        "orbitkv_arena_used_bytes",
+        "Workspace that a lane's batches hold on a GPU.",
+        ("lane",),
+        _arenas(lambda a: a.used_nbytes),
     ),
     Metric(
         "orbitkv_node_batches",
@@ -213,6 +249,8 @@ _LFU = "New objects that LFU admission judged."
 _REFUSED = "Queries that got nothing, because their pages exceed a budget."
 _DIRECT = "Objects moved between GPU and SSD without DRAM."
 _DIRECT_NBYTES = "Bytes moved between GPU and SSD without DRAM."
+_SAVED = "Bytes that saves have stored: of pages, and of their objects."
+_RESTORED = "Bytes that restores have placed: of pages, and of their objects."
 _DIRECT_REFUSED = "Objects left to U although the direct route is in use."
 _DIRECT_FAULTS = "Failures of cuFile; the first closes the direct route until a restart."
 _DIRECT_TRANSFERS = "Reads that cuFile was asked for, of up to 4 MiB and several objects each."
@@ -277,6 +315,10 @@ COUNTERS: Mapping[str, Named] = {
     "direct_reads": _named("orbitkv_direct_objects", _DIRECT, direction="read"),
     "direct_written_nbytes": _named("orbitkv_direct_bytes", _DIRECT_NBYTES, direction="write"),
     "direct_read_nbytes": _named("orbitkv_direct_bytes", _DIRECT_NBYTES, direction="read"),
+    "saved_logical_nbytes": _named("orbitkv_saved_bytes", _SAVED, kind="logical"),
+    "saved_stored_nbytes": _named("orbitkv_saved_bytes", _SAVED, kind="stored"),
+    "restored_logical_nbytes": _named("orbitkv_restored_bytes", _RESTORED, kind="logical"),
+    "restored_stored_nbytes": _named("orbitkv_restored_bytes", _RESTORED, kind="stored"),
     "found_objects_ssd": _named("orbitkv_found_objects", _FOUND, tier="ssd"),
 }
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orbitkv.cache.catalogue import Tier
+from orbitkv.errors import ImpossibleRequest
 from orbitkv.runtime import wire
 from orbitkv.runtime.instance import Instance
 from orbitkv.runtime.ipc import EventExporter
@@ -41,7 +42,7 @@ class RemoteInstance(Instance):
 
 
 class RemoteLease(PrefixLease):
-    """A lease that the daemon holds."""
+    """A lease that the daemon holds; one of nothing it does not."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class RemoteLease(PrefixLease):
         leased: wire.Leased,
         release: Callable[[PrefixLease], None],
     ) -> None:
-        super().__init__(instance, hashes, (), release)
+        super().__init__(instance, hashes, (), release, spent=not hashes)
         self.number = leased.lease
         self._tiers = leased.tiers
 
@@ -73,3 +74,11 @@ class Move:
     lane: HostLane
     saves: bool
     request: Callable[[int, bytes], wire.Request]
+
+
+def check_count(hashes: Sequence[bytes], accepted: int) -> None:
+    """Refuse a request that names more pages than the daemon takes in one."""
+    if len(hashes) > accepted:
+        raise ImpossibleRequest(
+            f"{len(hashes)} page hashes in one request; the daemon accepts: {accepted}"
+        )

@@ -192,10 +192,10 @@ class BoundNode:
             for stage in step:
                 outputs = await stage.prepare(work.batch, self.ctx)
                 work.batch = next(iter(outputs.values()))
-            await self._run_items(visit.timed(step) if visit else step, work.batch)
+            await self._run_items(visit.clocked(step) if visit else step, work.batch)
         if visit:
-            visit.stop()
             if visit.hashes and len(outputs) == 1:
+                visit.stop()
                 work.batch = next(iter(outputs.values()))
                 await visit.hash(work.batch)
             visit.end(outputs)
@@ -223,7 +223,6 @@ class BoundNode:
                 if visit:
                     visit.resume()
         if visit:
-            visit.stop()
             visit.end({})
         return {}
 
@@ -261,7 +260,7 @@ def _as_bug(error: BaseException) -> BaseException:
 
 
 class RunsItems(Protocol):
-    """An item stage, as far as its items' work goes."""
+    """An item stage, as far as the lane has to do with it."""
 
     def run_item(self, batch: Any, index: int) -> None:  # noqa: ANN401 - its port's type
         """As ``ItemStage.run_item``."""
@@ -551,6 +550,9 @@ class Runtime:
             bound.trace = trace
         for channel in self._stopping.channels:
             channel.watch = trace
+        if trace is not None:
+            budgets = (bound.ctx.budget for bound in self._nodes.values())
+            trace.gauge(self._stopping.channels, filter(None, budgets))
 
     def leaks(self) -> list[str]:
         """Workspace and queue places still held: none at rest."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
-import secrets
+import stat
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
-
-import structlog
 
 from orbitkv.errors import (
     Closed,
@@ -24,71 +21,23 @@ from orbitkv.errors import (
 )
 from orbitkv.runtime import wire
 from orbitkv.runtime.connection import Connection
-from orbitkv.runtime.core import Core
-from orbitkv.runtime.instance import Instance
+from orbitkv.runtime.host import (
+    MAX_EVENTS,
+    MAX_IN_FLIGHT,
+    MAX_INSTANCES,
+    MAX_LEASES,
+    Host,
+    ServedInstance,
+    check_count,
+    too_many,
+)
 from orbitkv.runtime.ipc import ImportedEvent
 from orbitkv.runtime.leases import PrefixLease
 from orbitkv.runtime.tensors import Imported
 from orbitkv.stages.ticket import Ticket
 
-MAX_IN_FLIGHT = 1024
-MAX_INSTANCES = 256
-MAX_LEASES = 4096
-MAX_EVENTS = 2 * MAX_IN_FLIGHT
 _HELLO_S = 5.0  # for the first message
 _TURN_MESSAGES = 16  # of one session, before others have theirs
-
-
-@dataclass(eq=False)
-class ServedInstance:
-    """One registration: what the core knows of it, and the mappings that its tensors are in.
-
-    Attributes:
-        leaving: It takes no new work, and goes when the last has ended.
-    """
-
-    instance: Instance
-    imported: Imported
-    pid: int
-    leaving: bool = False
-
-
-@dataclass(eq=False)
-class Host:
-    """What all sessions of a daemon share.
-
-    Attributes:
-        devices: Ordinals of the GPUs that tensors may be on; None: all.
-        observe: Told of each save and restore that has ended, and how many seconds it took.
-        status: Takes a snapshot of the daemon.
-        incarnation: A number of this start alone, the upper half of each of its handles.
-        draining: No new work is taken.
-        counters: Of what clients asked.
-    """
-
-    core: Core
-    devices: frozenset[int] | None
-    log: structlog.stdlib.BoundLogger
-    observe: Callable[[str, float], None]
-    status: Callable[[], Coroutine[Any, Any, wire.DaemonStatus]]
-    incarnation: int = field(default_factory=lambda: secrets.randbelow(2**31 - 1) + 1)
-    draining: bool = False
-    counters: Counter[str] = field(default_factory=Counter)
-    _given: int = 0
-
-    def next_handle(self) -> int:
-        """A handle that no other start of the daemon gives."""
-        self._given += 1
-        return (self.incarnation << 32) + self._given
-
-    def stale(self, handle: int, what: str) -> Closed:
-        """Tell why a handle stands for nothing here."""
-        if handle >> 32 != self.incarnation:
-            return Closed(
-                f"the {what} is of another start of the daemon ({handle >> 32:08x}; "
-                f"this one is {self.incarnation:08x}): register again"
-            )
-        return Closed(f"the {what} is not of this session, or has ended")
 
 
 class ServedSession:
@@ -106,6 +55,9 @@ class ServedSession:
         self._host = host
         self._core = host.core
         self._messages = 0
+        self._memories = 0
+        self._number = host.next_session()
+        self._tracing = False
         self._connection = connection
         self._events: dict[tuple[bytes, int], ImportedEvent] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -121,14 +73,20 @@ class ServedSession:
             wire.Cancel: self._cancel,
             wire.GetStatus: self._status,
             wire.GetLeaks: self._leaks,
+            wire.BeginTrace: self._begin_trace,
         }
         self._long_handlers: dict[
             type[wire.Request], Callable[[Any], Coroutine[Any, Any, None]]
         ] = {
-            wire.Register: self._register,
             wire.Unregister: self._unregister,
             wire.Flush: self._flush,
+            wire.EndTrace: self._end_trace,
         }
+
+    @property
+    def standing(self) -> int:
+        """Leases that have neither ended nor expired."""
+        return sum(not lease.spent for lease in self.leases.values())
 
     async def serve(self) -> None:
         """Serve until the client goes, or breaks a rule; then give back all that it held."""
@@ -141,6 +99,7 @@ class ServedSession:
             self.end(error if isinstance(error, OrbitError) else ProtocolError("too slow"))
         except SessionLost as error:
             self._log.info("session_ended", reason=str(error))
+            self.end(error)
         finally:
             self._connection.close()
             await self._give_back()
@@ -173,23 +132,48 @@ class ServedSession:
                 self._host.incarnation,
                 os.getpid(),
                 MAX_IN_FLIGHT,
+                wire.MAX_HASHES,
+                self._core.config.lease_ttl_s,
             )
         )
         self._log.info("session_began")
 
     async def _take(self, message: wire.Request) -> None:
         kind = type(message)
-        handler = self._handlers.get(kind)
-        if handler is not None:
-            await self._guarded(handler, message)
+        if isinstance(message, wire.Register):
+            self._begin_register(message)
+        elif kind in self._handlers:
+            await self._guarded(self._handlers[kind], message)
         elif kind in self._long_handlers:
-            task = asyncio.get_running_loop().create_task(
-                self._guarded(self._long_handlers[kind], message)
-            )
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._long_handlers[kind], message)
         else:
             raise ProtocolError(f"{kind.__name__.lower()} in the middle of a session")
+
+    def _begin(
+        self, handler: Callable[[Any], Coroutine[Any, Any, None]], message: wire.Request
+    ) -> None:
+        """Carry a request out beside those that come after it, unless too many are."""
+        if len(self._tasks) >= MAX_IN_FLIGHT:
+            self._reply(wire.Refused(message.number, wire.fault_of(too_many())))
+            return
+        task = asyncio.get_running_loop().create_task(self._guarded(handler, message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _begin_register(self, message: wire.Register) -> None:
+        """Take its descriptors before the next message comes, which may have some too."""
+        shared = sum(memory.kind == "shared" for memory in message.memories)
+        descriptors: list[int] = []
+        try:
+            descriptors = self._connection.take_descriptors(shared)
+            self._check_registration(message, shared)
+        except OrbitError as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._reply(wire.Refused(message.number, wire.fault_of(error)))
+            return
+        self._memories += shared
+        self._begin(functools.partial(self._register, descriptors), message)
 
     async def _guarded(
         self, handler: Callable[[Any], Coroutine[Any, Any, None]], message: wire.Request
@@ -214,10 +198,6 @@ class ServedSession:
         except SessionLost:
             pass
 
-    def _check_in_flight(self) -> None:
-        if len(self.tickets) + len(self._tasks) >= MAX_IN_FLIGHT:
-            raise ProtocolError(f"more than {MAX_IN_FLIGHT} requests without an answer")
-
     def _check_draining(self) -> None:
         if self._host.draining:
             raise Closed("the daemon is ending, and takes no new work")
@@ -233,33 +213,39 @@ class ServedSession:
     async def _ping(self, message: wire.Ping) -> None:
         self._reply(wire.Done(message.number))
 
-    async def _register(self, message: wire.Register) -> None:
+    def _check_registration(self, message: wire.Register, shared: int) -> None:
+        self._check_draining()
+        if len(self._tasks) >= MAX_IN_FLIGHT:
+            raise too_many()
+        if (message.rank, message.ranks) != (0, 1):
+            seen = f"rank {message.rank} of {message.ranks}"
+            raise ImpossibleRequest(f"{seen} of one instance; accepted: rank 0 of 1")
+        if len(self.instances) >= MAX_INSTANCES:
+            raise ImpossibleRequest(f"more than {MAX_INSTANCES} instances of one session")
+        if self._memories + shared > self._host.max_memories:
+            raise ImpossibleRequest(
+                f"{self._memories} shared memories of one session, and {shared} more; "
+                f"accepted: {self._host.max_memories}"
+            )
+
+    async def _register(self, descriptors: list[int], message: wire.Register) -> None:
         """Map the tensors off the loop, and register them."""
-        shared = sum(memory.kind == "shared" for memory in message.memories)
-        descriptors = self._connection.take_descriptors(shared)
         try:
-            self._check_draining()
-            if (message.rank, message.ranks) != (0, 1):
-                seen = f"rank {message.rank} of {message.ranks}"
-                raise ImpossibleRequest(f"{seen} of one instance; accepted: rank 0 of 1")
-            if len(self.instances) >= MAX_INSTANCES:
-                raise ImpossibleRequest(f"more than {MAX_INSTANCES} instances of one session")
-        except OrbitError:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            imported = await asyncio.to_thread(
+                Imported,
+                message.geometry,
+                message.memories,
+                message.tensors,
+                descriptors,
+                self._host.devices,
+            )
+        except BaseException:
+            self._memories -= len(descriptors)
             raise
-        imported = await asyncio.to_thread(
-            Imported,
-            message.geometry,
-            message.memories,
-            message.tensors,
-            descriptors,
-            self._host.devices,
-        )
         try:
             instance = await self._core.register(message.geometry, imported.tensors, message.model)
         except BaseException:
-            await asyncio.to_thread(imported.close)
+            await self._unmap(imported)
             raise
         handle = self._host.next_handle()
         self.instances[handle] = ServedInstance(instance, imported, self.pid)
@@ -283,6 +269,7 @@ class ServedSession:
     async def _query(self, message: wire.Query) -> None:
         served = self._instance(message.instance)
         self._check_lease()
+        check_count(message)
         lease = await self._core.query(served.instance, message.hashes)
         counters = self._host.counters
         counters["queries"] += 1
@@ -294,6 +281,7 @@ class ServedSession:
     async def _prepare(self, message: wire.Prepare) -> None:
         served = self._instance(message.instance)
         self._check_lease()
+        check_count(message)
         self._check_number(message.ticket)
         lease = await self._core.prepare(served.instance, message.hashes)
         self._hand_over(message.number, lease)
@@ -302,6 +290,7 @@ class ServedSession:
 
     async def _warm(self, message: wire.Warm) -> None:
         served = self._instance(message.instance)
+        check_count(message)
         self._check_number(message.number)
         self._follow(message.number, await self._core.warm(served.instance, message.hashes))
 
@@ -314,8 +303,10 @@ class ServedSession:
 
     def _hand_over(self, number: int, lease: PrefixLease) -> dict[str, int]:
         """Tell the client of a lease, and return its objects by tier."""
-        handle = self._host.next_handle()
-        self.leases[handle] = lease
+        handle = 0
+        if not lease.spent:
+            handle = self._host.next_handle()
+            self.leases[handle] = lease
         tiers = {str(tier): count for tier, count in lease.tiers().items() if count}
         self._reply(wire.Leased(number, handle, len(lease.hashes), tiers))
         return tiers
@@ -350,9 +341,27 @@ class ServedSession:
     async def _leaks(self, message: wire.GetLeaks) -> None:
         self._reply(wire.Leaks(message.number, tuple(await self._core.leaks())))
 
+    async def _begin_trace(self, message: wire.BeginTrace) -> None:
+        """Record to the client's file, which this process needs no right to open."""
+        (descriptor,) = self._connection.take_descriptors(1)
+        file = os.fdopen(descriptor, "wb")
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # else its reader could hold us up
+            file.close()
+            raise ProtocolError("a trace to what is no regular file")
+        await self._core.begin_trace(file, digests=message.digests, payloads=message.payloads)
+        self._tracing = True
+        self._reply(wire.Done(message.number))
+
+    async def _end_trace(self, message: wire.EndTrace) -> None:
+        if not self._tracing:
+            raise Closed("this session records no trace")
+        self._tracing = False
+        self._reply(wire.TraceEnded(message.number, await self._core.end_trace()))
+
     # Tickets, and the end -----------------------------------------------------------------
 
     def _check_ticket(self, message: wire.Publish | wire.Restore) -> None:
+        check_count(message)
         self._check_number(message.number)
         if len(message.hashes) != len(message.indices):
             seen = f"{len(message.hashes)} hashes, {len(message.indices)} page indices"
@@ -361,7 +370,8 @@ class ServedSession:
     def _check_number(self, number: int) -> None:
         """Refuse one more ticket where there can be none."""
         self._check_draining()
-        self._check_in_flight()
+        if len(self.tickets) >= MAX_IN_FLIGHT:
+            raise too_many()
         if number in self.tickets:
             raise ProtocolError(f"request {number} comes twice")
 
@@ -382,6 +392,8 @@ class ServedSession:
 
     def _follow(self, number: int, ticket: Ticket) -> None:
         self.tickets[number] = ticket
+        if self._core.trace is not None:
+            self._core.trace.came_from(ticket, self.pid, self._number, number)
         began_s = time.perf_counter()
 
         def tell() -> None:
@@ -400,8 +412,12 @@ class ServedSession:
                 lease.release()
         with contextlib.suppress(Closed):
             await self._core.unregister(served.instance)
-        await asyncio.to_thread(served.imported.close)
+        await self._unmap(served.imported)
         self._log.info("instance_unregistered", namespace=served.instance.namespace)
+
+    async def _unmap(self, imported: Imported) -> None:
+        await asyncio.to_thread(imported.close)
+        self._memories -= imported.shared
 
     async def _give_back(self) -> None:
         """Let go of all that the client held, each thing when the last I/O on it has ended."""
@@ -410,6 +426,9 @@ class ServedSession:
         for lease in self.leases.values():
             lease.release()
         self.leases.clear()
+        if self._tracing:
+            self._tracing = False
+            await self._core.end_trace()
         while self._tasks:  # a registration under way is one of those below when it has ended
             await asyncio.wait(self._tasks)
         for served in self.instances.values():

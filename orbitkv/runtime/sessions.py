@@ -17,7 +17,8 @@ from orbitkv.errors import (
 from orbitkv.runtime import wire
 from orbitkv.runtime.connection import Connection, peer_credentials
 from orbitkv.runtime.core import Core
-from orbitkv.runtime.served import Host, ServedSession, farewell
+from orbitkv.runtime.host import Host
+from orbitkv.runtime.served import ServedSession, farewell
 from orbitkv.stages.ticket import Ticket
 
 _MESSAGE_S = 30.0  # for the rest of a message that has begun
@@ -107,7 +108,7 @@ class Sessions:
             up_s=time.monotonic() - self._started_s,
             sessions=len(sessions),
             instances=sum(len(session.instances) for session in sessions),
-            leases=sum(len(session.leases) for session in sessions),
+            leases=sum(session.standing for session in sessions),
             tickets=sum(len(session.tickets) for session in sessions),
             ended_sessions=self._ended,
             refused_sessions=self._refused,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from orbitkv.cache.budget import Budget
@@ -27,8 +28,8 @@ class _Queue(Protocol):
     name: str
 
     @property
-    def held(self) -> tuple[int, int]:
-        """Batches and bytes in it."""
+    def items(self) -> int:
+        """Batches in it."""
         ...
 
 
@@ -38,95 +39,101 @@ class PipelineTrace:
     def __init__(self, tracer: Tracer, direction: str) -> None:
         self.tracer = tracer
         self.direction = direction
-        self._sent: dict[int, tuple[int, tuple[int, int]]] = {}
-        self._waits: dict[int, list[int]] = {}
+        self._sent: dict[int, _Sent] = {}
+        self._waits: dict[int, tuple[int, int]] = {}
         self._taken: dict[int, tuple[str, int, int]] = {}
-        self._counters: dict[str, int] = {}
+
+    def gauge(self, queues: Iterable[_Queue], budgets: Iterable[Budget]) -> None:
+        """Sample how many batches wait in queues, and what is used of budgets."""
+        for queue in queues:
+            self.tracer.gauges[f"{self.direction} {queue.name}"] = partial(getattr, queue, "items")
+        for budget in budgets:
+            name = f"{self.direction} {budget.name}"
+            self.tracer.gauges[name] = partial(getattr, budget, "used_nbytes")
 
     # Queues, by the identity of what is in them -------------------------------------------
 
     @guarded
     def blocked(self, item: object) -> None:
         """A queue has no room yet for a batch."""
-        self._waits[id(item)] = [now_ns(), 0]
+        ns = now_ns()
+        self._waits[id(item)] = (ns, ns)
 
     @guarded
     def entered(self, queue: _Queue, item: object) -> None:
         """A batch is in a queue."""
+        del queue
         ns = now_ns()
-        self._counters[f"{self.direction} {queue.name}"] = queue.held[0]
-        wait = self._waits.get(id(item))
-        if wait is None:
-            self._waits[id(item)] = [ns, ns]
-        else:
-            wait[1] = ns
+        offered_ns, _ = self._waits.get(id(item), (ns, ns))
+        self._waits[id(item)] = (offered_ns, ns)
 
     @guarded
     def taken(self, queue: _Queue, item: object) -> None:
         """A node takes a batch from a queue."""
         ns = now_ns()
-        self._counters[f"{self.direction} {queue.name}"] = queue.held[0]
         offered_ns, entered_ns = self._waits.pop(id(item), (ns, ns))
-        entered_ns = entered_ns or ns
         self._taken[id(item)] = (queue.name, ns - entered_ns, entered_ns - offered_ns)
 
     @guarded
     def dropped(self, queue: _Queue, item: Any, error: OrbitError) -> None:  # noqa: ANN401 - any batch
         """A queue does not pass a batch on, which has not been abandoned yet."""
         self._waits.pop(id(item), None)
-        parent, request = self._sent.pop(id(item), (0, NO_TICKET))
+        parent, request, _ = self._sent.pop(id(item), _SUBMITTED)
         ticket, space = self._request(item, request)
         reason = type(error).__name__
         ns, nbytes = now_ns(), item.nbytes
         drop = Drop(ns, self.direction, queue.name, parent, ticket, space, nbytes, reason)
-        self.tracer.put(drop)
+        self.tracer.put(drop, ns)
 
     # Nodes --------------------------------------------------------------------------------
 
     @guarded
     def visit(self, ctx: StageContext, batch: Batch) -> Visit:
         """A node begins to work on a batch."""
-        parent, request = self._sent.pop(id(batch), (0, NO_TICKET))
+        parent, request, given = self._sent.pop(id(batch), _SUBMITTED)
         arrival = self._taken.pop(id(batch), ("", 0, 0))
-        return Visit(self, ctx, parent, self._request(batch, request), arrival)
+        return Visit(self, ctx, parent, self._request(batch, request), arrival, given)
 
-    def sent(self, visit: Visit, outputs: Outputs) -> None:
+    def sent(self, visit: Visit, outputs: Outputs, given: _Measure) -> None:
         """Remember whose a batch is that goes to another node."""
         if len(self._sent) >= _MOST_UNDER_WAY:
             self._sent.clear()  # of a pipeline that was stopped; then some have no parent
+        known = given if len(outputs) == 1 else None  # else it is of all of them
         for port, batch in outputs.items():
             if port in visit.live:
-                self._sent[id(batch)] = (visit.number, visit.request)
-
-    def sample(self, ns: int, budget: Budget | None) -> None:
-        """Record the counters, if they were not just now."""
-        if budget is not None:
-            self._counters[f"{self.direction} {budget.name}"] = budget.used_nbytes
-        self.tracer.sample(ns, self._counters)
+                self._sent[id(batch)] = (visit.number, visit.request, known)
 
     def _request(self, batch: Batch, inherited: tuple[int, int]) -> tuple[int, int]:
         found = self.tracer.request_of(batch)
         return found if found[0] else inherited
 
 
-class TimedItems:
+class Clocked:
     """An item stage, and the time that its items have taken on the lane."""
 
+    __slots__ = ("_run_item", "taken_ns")
+
     def __init__(self, stage: ItemStage) -> None:
-        self.run_item_of = stage.run_item
+        self._run_item = stage.run_item
         self.taken_ns = 0
 
     def run_item(self, batch: Any, index: int) -> None:  # noqa: ANN401 - its port's type
         """As the stage's."""
         began_ns = now_ns()
         try:
-            self.run_item_of(batch, index)
+            self._run_item(batch, index)
         finally:
             self.taken_ns += now_ns() - began_ns
 
 
 class Visit:
     """One batch in one node: a span for each of the node's stages."""
+
+    __slots__ = (
+        "_arrival", "_batch", "_clocked", "_corruptions", "_digest", "_end_ns", "_given", "_items",
+        "_missed", "_next", "_node", "_on_gpu", "_open", "_parent", "_paused_at_ns", "_paused_ns",
+        "_pieces", "_stage", "_start_ns", "_trace", "live", "number", "request", "tracer",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -135,6 +142,7 @@ class Visit:
         parent: int,
         request: tuple[int, int],
         arrival: tuple[str, int, int],
+        given: _Measure | None,
     ) -> None:
         self.tracer = trace.tracer
         self.number = trace.tracer.next_visit()
@@ -142,38 +150,42 @@ class Visit:
         self.live = ctx.live_outputs
         self._trace = trace
         self._node = ctx.node
-        self._budget = ctx.budget
         self._parent = parent
         self._arrival = arrival
         self._stage = 0
         self._open = False
-        self._timed: tuple[TimedItems, ...] = ()
+        self._next = given  # of the batch that the next stage takes, where that is known
+        self._end_ns = 0
+        self._clocked: list[Clocked] = []
         self._digest = b""
-        self._pieces = _Measure()
+        self._pieces = _NOTHING
 
     @guarded
     def begin(self, batch: Batch) -> None:
         """The next stage takes a batch."""
         self._open = True
         self._batch = batch
-        self._given = _measure(batch)
+        self._given = self._next or _measure(batch)
         self._on_gpu = getattr(batch, "workspace", None) is not None
-        self._missed = len(getattr(batch, "missed", ()))
-        self._corruptions = self.tracer.corruptions()
-        self._paused_ns = self._paused_at_ns = 0
+        self._items = None
+        if isinstance(batch, RestoreBatch):
+            self._items = batch.items  # another list where some are missed or loaded
+            self._missed = len(batch.missed)
+            self._corruptions = self.tracer.corruptions()
+        self._paused_ns = self._paused_at_ns = self._end_ns = 0
         self._start_ns = now_ns()
 
-    def timed(self, stages: tuple[ItemStage, ...]) -> tuple[TimedItems, ...]:
-        """The item stages that begin, to be run in place of themselves."""
-        self._timed = tuple(TimedItems(stage) for stage in stages)
-        return self._timed
+    def clocked(self, stages: Sequence[ItemStage]) -> Sequence[Clocked]:
+        """The item stages that are to run as one, to be run in place of themselves."""
+        self._clocked = [Clocked(stage) for stage in stages]
+        return self._clocked
 
     @guarded
     def pause(self, outputs: Outputs) -> None:
         """A piece is there, and waits for room on its edge."""
-        self._trace.sent(self, outputs)
-        for batch in outputs.values():
-            self._pieces += _measure(batch)
+        given = self._sum(outputs)
+        self._trace.sent(self, outputs, given)
+        self._pieces += given
         self._paused_at_ns = now_ns()
 
     @guarded
@@ -201,16 +213,19 @@ class Visit:
             self.tracer.drop(error)
             return
         if payload:
-            self.tracer.put(Payload(self.number, *payload))
+            self.tracer.put(Payload(self.number, *payload), self._end_ns, len(payload[1]))
 
     @guarded
     def end(self, outputs: Outputs) -> None:
         """Record the stage that has ended, or the stages that ran as one."""
-        given = _sum(outputs) if outputs else self._pieces
-        given = given if given.batches else self._given
+        if not self._end_ns:
+            self._end_ns = now_ns()
+        given = self._sum(outputs) if outputs else self._pieces
+        given = self._next = given if given.batches else self._given
         batch = next(iter(outputs.values()), self._batch)
-        missed = len(getattr(batch, "missed", ())) - self._missed
-        outcome = "ok"
+        missed, outcome = 0, "ok"
+        if isinstance(self._batch, RestoreBatch) and isinstance(batch, RestoreBatch):
+            missed = len(batch.missed) - self._missed
         if missed > 0:
             found = self.tracer.corruptions() > self._corruptions
             outcome = "corrupt" if found else "missed"
@@ -232,33 +247,36 @@ class Visit:
         """Record that the next stage was not begun."""
         self.begin(batch)
         self.stop()
-        self._record({}, _Measure(), "cancelled", 0, "host")
+        self._record({}, _NOTHING, "cancelled", 0, "host")
 
     @guarded
     def leave(self, outputs: Outputs) -> None:
         """The batch leaves the node."""
-        self._trace.sent(self, outputs)
-        self._trace.sample(now_ns(), self._budget)
+        if outputs and self._next:
+            self._trace.sent(self, outputs, self._next)
+        self.tracer.sample(self._end_ns)
+
+    def _sum(self, outputs: Outputs) -> _Measure:
+        total = _NOTHING
+        for batch in outputs.values():
+            same = isinstance(batch, RestoreBatch) and batch.items is self._items
+            found = self._given if same else _measure(batch)
+            total = total + found if total.batches else found
+        return total
 
     def _record(
         self, outputs: Outputs, given: _Measure, outcome: str, missed: int, ended_by: str
     ) -> None:
         self._open = False
-        stages = self._timed or (None,)
         start_ns, end_ns = self._start_ns, self._end_ns
         # Side by side on the row, each as long as its items took; the last has what is left.
-        for position, timed in enumerate(stages, start=1):
-            last = position == len(stages)
-            until_ns = end_ns if last or timed is None else start_ns + timed.taken_ns
-            self._put(
-                start_ns,
-                min(until_ns, end_ns),
-                given,
-                (outcome, missed if last else 0, ended_by),
-                batch=next(iter(outputs.values()), None) if last else None,
-            )
-            start_ns = min(until_ns, end_ns)
-        self._timed, self._digest, self._pieces = (), b"", _Measure()
+        for clocked in self._clocked[:-1]:
+            until_ns = min(start_ns + clocked.taken_ns, end_ns)
+            self._put(start_ns, until_ns, given, (outcome, 0, ended_by), batch=None)
+            start_ns = until_ns
+        batch = next(iter(outputs.values()), None)
+        self._put(start_ns, end_ns, given, (outcome, missed, ended_by), batch=batch)
+        self._clocked, self._digest, self._pieces = [], b"", _NOTHING
 
     def _put(
         self,
@@ -296,7 +314,8 @@ class Visit:
                 outcome,
                 missed,
                 ended_by,
-            )
+            ),
+            self._end_ns,
         )
         self._stage += 1
 
@@ -328,11 +347,9 @@ class _Measure:
         )
 
 
-def _sum(outputs: Outputs) -> _Measure:
-    total = _Measure()
-    for batch in outputs.values():
-        total += _measure(batch)
-    return total
+_NOTHING = _Measure()
+_Sent = tuple[int, tuple[int, int], _Measure | None]
+_SUBMITTED: _Sent = (0, NO_TICKET, None)
 
 
 def _measure(batch: Any) -> _Measure:  # noqa: ANN401 - any batch, a user's own too
@@ -346,7 +363,7 @@ def _measure(batch: Any) -> _Measure:  # noqa: ANN401 - any batch, a user's own 
         copies = [entry.home for entry in batch.objects if entry.home]
         segments = sum(len(entry.slots) for entry in batch.objects)
         if not batch.workspace and batch.objects and batch.objects[0].segments:
-            nbytes = sum(s.payload.nbytes for entry in batch.objects for s in entry.segments)
+            nbytes = _stored_nbytes(batch)
     elif isinstance(batch, PageBatch):
         segments = sum(len(slots) for _, _, slots in batch.objects)
     elif isinstance(batch, PublishBatch):
@@ -359,9 +376,24 @@ def _measure(batch: Any) -> _Measure:  # noqa: ANN401 - any batch, a user's own 
     return _Measure(1, nbytes, segments, ends)
 
 
+def _stored_nbytes(batch: EncodedBatch) -> int:
+    """Of all segments; where each is raw, objects with the same slots are as long."""
+    if not batch.codecs.chosen_raw:
+        return sum(s.payload.nbytes for entry in batch.objects for s in entry.segments)
+    nbytes: dict[tuple[int, ...], int] = {}
+    total = 0
+    for entry in batch.objects:
+        if entry.slots not in nbytes:
+            nbytes[entry.slots] = sum(segment.payload.nbytes for segment in entry.segments)
+        total += nbytes[entry.slots]
+    return total
+
+
 def _raw_reasons(batch: Batch | None) -> dict[str, int]:
     if not isinstance(batch, EncodedBatch):
         return {}
+    if batch.codecs.chosen_raw:
+        return {"chosen": sum(len(entry.slots) for entry in batch.objects)}
     if batch.workspace:
         found: Counter[int] = Counter(
             place.raw_reason

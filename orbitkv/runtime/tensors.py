@@ -208,6 +208,9 @@ class Imported:
         descriptors: One for each shared memory, in order; taken over, and closed.
         devices: Ordinals of the GPUs that tensors may be on; None: any.
 
+    Attributes:
+        shared: Shared memories that are mapped; each keeps a descriptor.
+
     Raises:
         ProtocolError: a tensor lies outside of its memory, or a memory may shrink under us.
         Unavailable: memory on a GPU that this daemon does not serve.
@@ -224,6 +227,7 @@ class Imported:
         self.tensors: dict[str, Any] = {}
         self.ordinal: int | None = None
         self._opened: list[ImportedMemory] = []
+        self.shared = len(descriptors)
         waiting = list(descriptors)
         try:
             opened: list[Place] = []

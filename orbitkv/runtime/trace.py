@@ -43,7 +43,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 now_ns = time.perf_counter_ns
-_SAMPLE_NS = 1_000_000  # least time between two samples
+_SAMPLE_NS = 10_000_000  # least time between two samples
 NO_TICKET = (0, 0)  # numbers of no ticket, and of no namespace
 
 
@@ -92,10 +92,12 @@ class Tracer:
 
     Args:
         file: Open for writing, and the tracer's from now on.
-        header: The first record.
+        header: The first record; it says whether there are to be digests and payloads.
         on_drop: Called on the loop where the tracer cannot go on, once; it must detach it.
-        digests: Hash what each stage gave, where that lies in host memory. Takes a thread's time.
-        payloads: Record the bytes of the pages that saves read, too.
+
+    Attributes:
+        dropped: Why nothing is recorded any more; None while all is well.
+        gauges: What is sampled besides the tiers, by name.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Tracer:
         self.tracer = self  # as the others have it
         self.digests, self.payloads = header.digests, header.payloads
         self.dropped: BaseException | None = None
+        self.gauges: dict[str, Callable[[], int]] = {}
         self.writer = TraceWriter(file, header, max_buffered=header.bounds["records"])
         self._catalogue = catalogue
         self._log = log
@@ -130,22 +133,23 @@ class Tracer:
         indices: Sequence[int] = (),
     ) -> None:
         """Tell of a request as it came, and follow its ticket to its end."""
-        space = self._spaces.get(namespace)
+        ns, space = now_ns(), self._spaces.get(namespace)
         if space is None:
             self._spaces[namespace] = space = len(self._spaces) + 1
-            self.put(Space(space, namespace))
+            self.put(Space(space, namespace), ns)
         number = 0
         if ticket is not None:
             number = next(self._numbers)
             self._tickets[ticket] = (number, space)
             ticket.when_done(lambda: self._end(ticket))
-        self.put(Arrival(now_ns(), number, kind, space, tuple(hashes), tuple(map(int, indices))))
+        self.put(Arrival(ns, number, kind, space, tuple(hashes), tuple(map(int, indices))), ns)
 
     @guarded
     def came_from(self, ticket: Ticket, pid: int, session: int, number: int) -> None:
         """Tell which request of which other process a ticket is."""
         if known := self._tickets.get(ticket):
-            self.put(Remote(now_ns(), known[0], pid, session, number))
+            ns = now_ns()
+            self.put(Remote(ns, known[0], pid, session, number), ns)
 
     @guarded
     def _end(self, ticket: Ticket) -> None:
@@ -163,16 +167,17 @@ class Tracer:
                 pages, missed = len(outcome.warm), len(outcome.missed)
             case Miss():
                 missed = len(outcome.missed)
-        self.put(Ended(now_ns(), number, name, pages, missed))
+        ns = now_ns()
+        self.put(Ended(ns, number, name, pages, missed), ns)
 
-    def put(self, record: Record) -> None:
-        """Record, unless the tracer has been dropped."""
+    def put(self, record: Record, ns: int, payload_nbytes: int = 0) -> None:
+        """Record something of that time, unless the tracer has been dropped."""
         if self.dropped is not None:
             return
         if self.writer.fault is not None:
             self.drop(self.writer.fault)
             return
-        self.writer.put(record, now_ns())
+        self.writer.put(record, ns, payload_nbytes)
 
     def next_visit(self) -> int:
         """The number of a batch's visit to a node."""
@@ -183,23 +188,25 @@ class Tracer:
         part = batch.part
         return self._tickets.get(part.ticket, NO_TICKET) if part is not None else NO_TICKET
 
-    def sample(self, ns: int, counters: Mapping[str, int]) -> None:
+    def sample(self, ns: int) -> None:
         """Record the counters, if they were not just now."""
         if ns - self._sampled_ns < _SAMPLE_NS:
             return
         self._sampled_ns = ns
         catalogue = self._catalogue
-        values = {"pool_used_nbytes": catalogue.pool.used_nbytes, **counters}
+        values = {name: read() for name, read in self.gauges.items()}
+        values["pool_used_nbytes"] = catalogue.pool.used_nbytes
         if catalogue.extents:
             values["ssd_used_nbytes"] = catalogue.extents.used_nbytes
         for name in ("evicted_dram", "evicted_ssd"):
             values[name] = catalogue.counters[name]
-        self.put(Sample(ns, values))
+        self.put(Sample(ns, values), ns)
 
     def corruptions(self) -> int:
-        """How many objects have been found corrupt."""
-        counters = self._catalogue.counters
-        return counters["corrupt_dram"] + counters["corrupt_ssd"] + counters["undecodable"]
+        """How many objects have been refused for their bytes, not for a read that failed."""
+        count = self._catalogue.counters.get  # a Counter is slow to tell of what it lacks
+        hidden = count("corrupt_dram", 0) + count("corrupt_ssd", 0) + count("undecodable", 0)
+        return hidden - count("ssd_read_faults", 0)
 
     def drop(self, error: BaseException) -> None:
         """Record no more, and tell of it once. The run goes on as if there were no trace."""

@@ -15,11 +15,13 @@ import msgspec
 
 MAGIC: Final = b"OKVTRACE"
 VERSION: Final = 1
-MAX_RECORD_NBYTES = 64 * 2**20
-MAX_BUFFERED = 2**16
 MAX_BUFFERED_PAYLOAD_NBYTES = 64 * 2**20
+MAX_RECORD_NBYTES = 2 * MAX_BUFFERED_PAYLOAD_NBYTES
+MAX_BUFFERED = 2**16
 FILE_HEAD = struct.Struct("<8sII")  # magic, version, CRC-32 of both
 HEAD = struct.Struct("<III")  # bytes of the record, its CRC-32, CRC-32 of these two
+_LENGTHS = struct.Struct("<II")
+_ENCODER = msgspec.msgpack.Encoder()
 _TURN_S = 0.1  # between two looks of the writer at its buffer
 
 
@@ -246,7 +248,7 @@ class TraceWriter:
         self._file = file
         self._max_buffered = max_buffered
         self._buffer: deque[Record] = deque()
-        self._payload_nbytes = 0
+        self._payload_nbytes = [0, 0]  # taken by the loop, and written by the thread
         self._lost = [0, 0]
         self._end_ns: int | None = None
         self._wake = threading.Event()
@@ -255,12 +257,14 @@ class TraceWriter:
         )
         self._thread.start()
 
-    def put(self, record: Record, ns: int) -> bool:
+    def put(self, record: Record, ns: int, payload_nbytes: int = 0) -> bool:
         """Take a record on the loop; False where it is lost."""
         buffer = self._buffer
-        payload_nbytes = len(record.pages) if isinstance(record, Payload) else 0
         full = len(buffer) >= self._max_buffered
-        if full or self._payload_nbytes + payload_nbytes > MAX_BUFFERED_PAYLOAD_NBYTES:
+        if payload_nbytes:
+            taken, written = self._payload_nbytes
+            full |= taken - written + payload_nbytes > MAX_BUFFERED_PAYLOAD_NBYTES
+        if full:
             self._lost[0] += 1
             self._lost[1] += payload_nbytes
             self.lost += 1
@@ -269,7 +273,7 @@ class TraceWriter:
         if self._lost[0]:
             buffer.append(Lost(ns, *self._lost))
             self._lost = [0, 0]
-        self._payload_nbytes += payload_nbytes
+        self._payload_nbytes[0] += payload_nbytes
         buffer.append(record)
         if len(buffer) * 2 > self._max_buffered:
             self._wake.set()
@@ -309,7 +313,7 @@ class TraceWriter:
             self._file.write(frame(record))
             self.records += 1
             if isinstance(record, Payload):
-                self._payload_nbytes -= len(record.pages)
+                self._payload_nbytes[1] += len(record.pages)
 
 
 def file_head() -> bytes:
@@ -320,7 +324,6 @@ def file_head() -> bytes:
 
 def frame(record: Record | Header) -> bytes:
     """A record as it stands in the file."""
-    body = msgspec.msgpack.encode(record)
-    crc = zlib.crc32(body)
-    lengths = struct.pack("<II", len(body), crc)
-    return lengths + struct.pack("<I", zlib.crc32(lengths)) + body
+    body = _ENCODER.encode(record)
+    lengths = _LENGTHS.pack(len(body), zlib.crc32(body))
+    return lengths + zlib.crc32(lengths).to_bytes(4, "little") + body

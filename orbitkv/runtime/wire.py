@@ -14,12 +14,14 @@ import msgspec
 from orbitkv import errors
 from orbitkv.errors import GeometryError, OrbitError, ProtocolError
 from orbitkv.runtime.core import Flushed, ManagerStatistics
+from orbitkv.runtime.trace import TraceTotals
 from orbitkv.segment import Geometry, ModelIdentity
 from orbitkv.stages.ticket import Failed, Miss, Outcome, Restored, Saved, Warmed
 
 VERSION = 1
 MAX_MESSAGE_NBYTES = 4 * 2**20
 MAX_DESCRIPTORS = 64
+MAX_HASHES = 16_384
 _MAGIC = "orbitkv"
 LENGTH = struct.Struct("<I")
 
@@ -174,6 +176,21 @@ class GetLeaks(Request, frozen=True, tag="leaks"):
     """Answered by ``Leaks``."""
 
 
+class BeginTrace(Request, frozen=True, tag="begin_trace"):
+    """Record to the next descriptor, a regular file; answered by ``Done``. Ends with the session.
+
+    Attributes:
+        digests, payloads: Hash what each stage gives; record the pages that saves read.
+    """
+
+    digests: bool
+    payloads: bool
+
+
+class EndTrace(Request, frozen=True, tag="end_trace"):
+    """Answered by ``TraceEnded`` once all is in the file."""
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the daemon sends, to the request of this number. 0: to none, as the session ends."""
 
@@ -185,13 +202,18 @@ class Welcome(Reply, frozen=True, tag="welcome"):
 
     Attributes:
         incarnation: Of this start of the daemon; no handle of another one is taken.
-        max_in_flight: Requests that may be unanswered at once; more end the session.
+        max_in_flight: Saves, restores and warmings that may be under way at once, and of other
+            requests those that have no answer yet. More are refused.
+        max_hashes: Page hashes that one request may name; more are refused.
+        lease_ttl_s: How long a lease stands that is not restored.
     """
 
     version: int
     incarnation: int
     pid: int
     max_in_flight: int
+    max_hashes: int
+    lease_ttl_s: float
 
 
 class Done(Reply, frozen=True, tag="done"):
@@ -212,7 +234,7 @@ class Registered(Reply, frozen=True, tag="registered"):
 
 
 class Leased(Reply, frozen=True, tag="leased"):
-    """A lease on the first ``pages`` of the hashes asked for.
+    """A lease on the first ``pages`` of the hashes asked for. Of none there is no lease: 0.
 
     Attributes:
         tiers: Objects by tier.
@@ -241,6 +263,12 @@ class FlushEnded(Reply, frozen=True, tag="flushed"):
     """What a flush did."""
 
     flushed: Flushed
+
+
+class TraceEnded(Reply, frozen=True, tag="trace_ended"):
+    """What a recording came to."""
+
+    totals: TraceTotals
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
@@ -290,8 +318,21 @@ AnyRequest = (
     | Flush
     | GetStatus
     | GetLeaks
+    | BeginTrace
+    | EndTrace
 )
-AnyReply = Welcome | Done | Refused | Registered | Leased | Ended | FlushEnded | Status | Leaks
+AnyReply = (
+    Welcome
+    | Done
+    | Refused
+    | Registered
+    | Leased
+    | Ended
+    | FlushEnded
+    | TraceEnded
+    | Status
+    | Leaks
+)
 _ENCODER = msgspec.msgpack.Encoder()
 REQUESTS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyRequest)
 REPLIES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyReply)

@@ -357,6 +357,7 @@ class CatalogueAgainstPlainLists(RuleBasedStateMachine):
         gone = [each for each in self.findable(tier).values() if not each.pins]
         nbytes = sum(each.copy.nbytes for each in gone)
         assert self.catalogue.evict_unpinned(tier) == nbytes
+        self.counts[f"evicted_{tier}"] += len(gone)
         for each in gone:
             self.concealed(each)
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -31,8 +32,8 @@ from orbitkv.errors import (
     Unavailable,
 )
 from orbitkv.runtime import wire
+from orbitkv.runtime.host import MAX_IN_FLIGHT, MAX_LEASES
 from orbitkv.runtime.remote import RemoteInstance
-from orbitkv.runtime.served import MAX_IN_FLIGHT, MAX_LEASES
 from orbitkv.runtime.tensors import SharedMemory
 from orbitkv.segment import NHD
 from orbitkv.stages.ticket import Failed, Miss, Restored, Saved, Warmed
@@ -51,7 +52,7 @@ from tests.builders import (
     toy_geometry,
     toy_geometry_of_slots,
 )
-from tests.serving import Served, descriptors, last_reply, raw_session, settled
+from tests.serving import Served, descriptors, last_reply, raw_session, read_reply, settled
 
 ServedFactory = Callable[..., Served]
 
@@ -638,7 +639,7 @@ def test_tickets_beyond_the_bound_are_refused(serve: ServedFactory) -> None:
     with Client(served.path) as client:
         engine = Engine.register(client, pages=2)
         lanes.before["stream:save"] = gate.pass_through
-        client.core._calls._in_flight = asyncio.Semaphore(2 * MAX_IN_FLIGHT)
+        client.core._calls._tickets = asyncio.Semaphore(2 * MAX_IN_FLIGHT)
         tickets = [
             client.publish(engine.instance, [(page_hash(n), n % 2)])
             for n in range(MAX_IN_FLIGHT + 1)
@@ -652,23 +653,214 @@ def test_tickets_beyond_the_bound_are_refused(serve: ServedFactory) -> None:
 
 def test_leases_of_a_session_are_bounded(client: Client) -> None:
     engine = Engine.register(client)
-    leases = [client.query(engine.instance, []) for _ in range(MAX_LEASES)]
+    engine.save(numbered(1))
+    leases = [client.query(engine.instance, [page_hash(0)]) for _ in range(MAX_LEASES)]
     with pytest.raises(ImpossibleRequest, match=f"more than {MAX_LEASES} leases"):
-        client.query(engine.instance, [])
+        client.query(engine.instance, [page_hash(0)])
     for lease in leases:
         lease.release()
-    assert client.query(engine.instance, []).hashes == ()
+    assert engine.hits([page_hash(0)]) == 1
+
+
+def test_misses_that_nobody_releases_hold_nothing(client: Client, served: Served) -> None:
+    engine = Engine.register(client)
+    lease = client.query(engine.instance, [page_hash("none")])
+    client.prepare(engine.instance, [page_hash("none")]).preparation.result(WAIT_S)
+    assert served.status().leases == 0
+    (session,) = served.sessions.live
+    assert session.leases == {}
+    assert client.core._leases == set()
+    assert settled(client.leaks) == []
+    assert client.restore(lease, {}).result(WAIT_S) == Miss(())
+
+
+def test_an_expired_lease_is_told_at_the_call_and_forgotten(serve: ServedFactory) -> None:
+    served = serve(lease_ttl_s=0.05)
+    with Client(served.path) as client:
+        engine = Engine.register(client)
+        engine.save(numbered(4))
+        lease = client.query(engine.instance, list(numbered(4)))
+        assert settled(lambda: ["stands"] * (not lease.expired)) == []
+        with pytest.raises(Closed, match="has expired"):
+            client.restore(lease, numbered(4))
+        assert client.core._leases == set()
+        (session,) = served.sessions.live
+        assert settled(lambda: list(session.leases)) == []
+
+
+def test_expired_leases_are_not_counted_as_held(served: Served, client: Client) -> None:
+    engine = Engine.register(client)
+    engine.save(numbered(4))
+    client.query(engine.instance, list(numbered(4)))
+
+    async def expire() -> None:
+        served.core.leases.release_all()
+
+    assert served.status().leases == 1
+    served.call(expire())
+    assert served.status().leases == 0
+
+
+def test_more_hashes_than_one_request_may_name_are_refused_on_both_sides(client: Client) -> None:
+    engine = Engine.register(client)
+    many = [page_hash(n) for n in range(wire.MAX_HASHES + 1)]
+    refusal = r"16385 page hashes in one request; the daemon accepts: 16384"
+    for call in (client.query, client.prepare, client.warm):
+        with pytest.raises(ImpossibleRequest, match=refusal):
+            call(engine.instance, many)
+    with pytest.raises(ImpossibleRequest, match=refusal):
+        client.publish(engine.instance, [(page, 0) for page in many[:1]] * len(many))
+    number = engine.instance.number  # type: ignore[attr-defined]
+    told = r"16385 page hashes in one request; accepted: 16384"
+    with pytest.raises(ImpossibleRequest, match=told):
+        ask(client, lambda n: wire.Query(n, number, tuple(many)))
+    with pytest.raises(ImpossibleRequest, match=told):
+        ask(client, lambda n: wire.Warm(n, number, tuple(many)), wire.Ended)
+    assert engine.hits(many[:-1]) == 0
+
+
+def test_a_page_that_is_named_twice_is_claimed_once(serve: ServedFactory) -> None:
+    served = serve(query_budget_nbytes=2 * 4096)
+    with Client(served.path) as client:
+        engine = Engine.register(client)
+        engine.save(numbered(2))
+        with client.query(engine.instance, [page_hash(0)] * 100) as lease:
+            assert len(lease.hashes) == 100
+            assert served.status().statistics.query_used_nbytes == 4096
+        assert settled(lambda: ["held"] * served.status().statistics.query_used_nbytes) == []
+
+
+def test_prepares_at_once_do_not_wait_for_each_other(client: Client) -> None:
+    engine = Engine.register(client)
+    engine.save(numbered(2))
+    client.core._calls._set_slots(2)
+
+    async def main() -> None:
+        async def one() -> None:
+            lease = await client.prepare_async(engine.instance, list(numbered(2)))
+            assert isinstance(await lease.preparation, Warmed)
+            lease.release()
+
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(one() for _ in range(20)))
+
+    asyncio.run(main())
+    assert settled(client.leaks) == []
+
+
+def test_a_prepare_that_is_refused_gives_both_its_slots_back(client: Client) -> None:
+    engine = Engine.register(client)
+    client.core._calls._set_slots(1)
+    client.core._calls.welcome = msgspec.structs.replace(
+        client.core._calls.welcome, max_hashes=2**20
+    )
+    many = [page_hash(n) for n in range(wire.MAX_HASHES + 1)]
+    for _ in range(3):
+        with pytest.raises(ImpossibleRequest):
+            client.prepare(engine.instance, many)
+    lease = client.prepare(engine.instance, many[:1])
+    assert lease.preparation.result(WAIT_S) == Warmed((), ())
+    assert settled(client.leaks) == []
+
+
+def test_a_call_does_not_wait_for_tickets(serve: ServedFactory) -> None:
+    gate, lanes = Gate(), Lanes()
+    served = serve(lanes=lanes)
+    with Client(served.path, deadline_s=5.0) as client:
+        engine = Engine.register(client, pages=2)
+        lanes.before["stream:save"] = gate.pass_through
+        client.core._calls._set_slots(1)
+        tickets = [client.publish(engine.instance, [(page_hash(n), n)]) for n in range(2)]
+        gate.await_arrival()
+        assert engine.hits([page_hash(0)]) == 0
+        gate.open()
+        assert all(isinstance(ticket.result(WAIT_S), Saved) for ticket in tickets)
+
+
+def test_a_deadline_includes_the_wait_for_a_slot(served: Served) -> None:
+    with Client(served.path, deadline_s=0.3) as client:
+        engine = Engine.register(client)
+        client.core._calls._set_slots(0)
+        for call in (client.query, client.prepare):
+            with pytest.raises(DeadlineMissed, match=r"no answer to \w+ in 0\.3 s"):
+                call(engine.instance, [page_hash(0)])
+        client.core._calls._set_slots(1)
+        assert engine.hits([page_hash(0)]) == 0
+        assert settled(client.leaks) == []
+
+
+def test_flushes_without_an_answer_are_bounded(serve: ServedFactory, ssd_path: Path) -> None:
+    gate, lanes = Gate(), Lanes()
+    served = serve(lanes=lanes, ssd_cache_paths=ssd_path)
+    with Client(served.path) as client, raw_session(served.path) as sock:
+        engine = Engine.register(client)
+        lanes.before["ring:write"] = gate.pass_through
+        engine.save(numbered(1))
+        gate.await_arrival()
+        flushes = [wire.Flush(n, evict_dram=False) for n in range(MAX_IN_FLIGHT + 2)]
+        sock.sendall(b"".join(bytes(wire.encode(flush)) for flush in flushes))
+        for _ in range(2):
+            refused = read_reply(sock)
+            assert isinstance(refused, wire.Refused)
+            assert "requests without an answer" in refused.fault.message
+        gate.open()
+
+
+def test_shared_memories_of_a_session_are_bounded(client: Client, served: Served) -> None:
+    served.sessions.host.max_memories = 3
+    before = descriptors()
+    memory = SharedMemory(4096)
+    named = (wire.Memory("shared", 4096),) * 2
+    assert isinstance(register_raw(client, named, [memory.descriptor] * 2), wire.Registered)
+    with pytest.raises(ImpossibleRequest, match=r"2 shared memories.*2 more; accepted: 3"):
+        register_raw(client, named, [memory.descriptor] * 2)
+    (session,) = served.sessions.live
+    (handle,) = session.instances
+    ask(client, lambda n: wire.Unregister(n, handle), wire.Done)
+    assert isinstance(register_raw(client, named, [memory.descriptor] * 2), wire.Registered)
+    (handle,) = session.instances
+    ask(client, lambda n: wire.Unregister(n, handle), wire.Done)
+    assert session._memories == 0
+    memory.close()
+    del memory
+    assert settled(lambda: ["open"] * (descriptors() > before)) == []
+
+
+def test_registrations_at_once_may_have_many_descriptors_each(client: Client) -> None:
+    geometry = toy_geometry_of_slots(*(slot(f"k{n}", n, "k") for n in range(30)))
+
+    def register(number: int) -> object:
+        tensors = {}
+        for item in geometry.slots:
+            one = toy_geometry_of_slots(slot(item.name, 0, "k"))
+            tensors |= client.allocate(one, 2)
+        barrier.wait(WAIT_S)
+        return client.register(geometry, tensors, model=model(str(number)))
+
+    barrier = threading.Barrier(6)
+    with ThreadPoolExecutor(6) as threads:
+        instances = list(threads.map(register, range(6)))
+    assert all(instance.mirror is None for instance in instances)  # type: ignore[attr-defined]
+    assert client.status().instances == 6
+
+
+def test_a_mapping_is_published_as_its_pairs(client: Client) -> None:
+    engine = Engine.register(client)
+    saved = client.publish(engine.instance, numbered(4)).result(WAIT_S)
+    assert isinstance(saved, Saved)
+    assert set(saved.stored) == set(numbered(4))
 
 
 def test_leases_that_ended_by_themselves_do_not_count(client: Client, served: Served) -> None:
     engine = Engine.register(client)
-    leases = [client.query(engine.instance, []) for _ in range(MAX_LEASES)]
+    engine.save(numbered(1))
+    leases = [client.query(engine.instance, [page_hash(0)]) for _ in range(MAX_LEASES)]
 
     async def expire() -> None:
         served.core.leases.release_all()
 
     served.call(expire())
-    assert client.query(engine.instance, []).hashes == ()
+    assert engine.hits([page_hash(0)]) == 1
     assert not leases[0].spent, "the client has not heard of it"
     outcome = client.restore(leases[0], {}).result(WAIT_S)
     assert isinstance(outcome, Failed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -19,12 +21,15 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from rich.console import Console
+from rich.screen import Screen
 
 from orbitkv import Client, Config
 from orbitkv.errors import ConfigError, OrbitError, SessionLost
 from orbitkv.runtime.daemon import DaemonSettings, listening, main
 from orbitkv.runtime.flags import add_flags, build, read_file, settings_of, to_toml
 from orbitkv.stages.ticket import Failed, Restored, Saved
+from orbitkv.top import render
 from tests.builders import WAIT_S, Engine, big_geometry, definition, numbered
 from tests.serving import COMMAND, ROOT, DaemonProcess, settled
 
@@ -303,6 +308,52 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
+@pytest.mark.parametrize("kind", ["symlink", "notes", "fifo"])
+def test_a_lock_that_is_not_ours_is_left_alone(tmp_path: Path, kind: str) -> None:
+    lock, notes = tmp_path / "s.lock", tmp_path / "notes.txt"
+    notes.write_text("mine")
+    if kind == "symlink":
+        lock.symlink_to(notes)
+    elif kind == "notes":
+        lock.write_text("mine")
+    else:
+        os.mkfifo(lock)
+    with (
+        pytest.raises(ConfigError, match=r"--socket: .*accepted: a path"),
+        listening(tmp_path / "s"),
+    ):
+        pass
+    assert notes.read_text() == "mine"
+    assert kind != "notes" or lock.read_text() == "mine"
+
+
+def test_a_lock_left_behind_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "s.lock").write_text("123456\n")
+    with listening(tmp_path / "s"):
+        assert (tmp_path / "s.lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_as_many_descriptors_are_allowed_as_can_be(start: DaemonFactory) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+
+    daemon = start(preexec_fn=lower)
+    assert resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+
+
+def test_half_a_request_over_http_does_not_hold_up_the_end(start: DaemonFactory) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    daemon = start("--http-addr", f"127.0.0.1:{port}", "--drain-s", "5")
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(b"POST /cache/sync HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
+        assert sock.recv(1)
+        code, said = daemon.end()
+    assert code == 0, said
+
+
 def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 120)
     with pytest.raises(ConfigError, match=r"--socket: .*path too long"), listening(path):
@@ -371,6 +422,16 @@ def test_every_setting_is_a_flag_with_a_help_of_its_own() -> None:
         (("--devices", "0,x"), "--devices: '0,x'; accepted: all, or 0,1"),
         (("--log-format", "xml"), "--log-format: 'xml'; accepted: console, json"),
         (("--drain-s", "0"), "--drain-s: 0.0; accepted: more than zero seconds"),
+        (("--socket", ""), "--socket: '.'; accepted: the path of a socket"),
+        (("--http-addr", "foo"), "--http-addr: 'foo'; accepted: host:port, or off"),
+        (
+            ("--save-pipeline", "nonexist"),
+            "pipeline 'nonexist': No such file or directory; accepted: a file, or one of restore",
+        ),
+        (
+            ("--query-budget", "1mb", "--query-instance-budget", "2mb"),
+            "--query-instance-budget: 2097152; accepted: no more than that of all instances",
+        ),
         (("--ssd-persist",), "--ssd-persist: True without ssd_cache_paths"),
         (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
         (("--config", "/nonexistent.toml"), "--config: /nonexistent.toml: [Errno 2]"),
@@ -381,6 +442,17 @@ def test_a_wrong_flag_is_one_line(
     capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], said: str
 ) -> None:
     assert refusal(capsys, *argv).startswith(said)
+
+
+def test_help_is_in_the_words_of_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "``" not in said
+    assert "None" not in said
+    assert "Not given: as --ssd-backend." in said
+    assert "driver. (default: on)" in said, "a daemon compiles its policies"
+    assert "whole 4 KiB blocks. (default: 1 GiB)" in said
 
 
 @pytest.mark.parametrize(
@@ -514,6 +586,20 @@ def test_top_shows_what_passes_until_interrupted(start: DaemonFactory) -> None:
     said, _ = top.communicate(timeout=WAIT_S)
     assert top.returncode == 130
     assert "Arrows" in said
+
+
+def test_top_shows_every_arrow_on_a_terminal_of_24_lines(
+    start: DaemonFactory, tmp_path: Path
+) -> None:
+    daemon = start("--ssd-cache-path", str(tmp_path / "kv"), "--ssd-cache-capacity", "1mb")
+    with Client(daemon.path) as client:
+        status = client.status()
+    console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(Screen(render(status, None)))
+    arrows = [c.name for channels in status.statistics.channels.values() for c in channels]
+    assert len(arrows) >= 10
+    assert [arrow for arrow in arrows if arrow not in shown.get()] == []
 
 
 def test_a_hundred_connections_a_second_are_borne(start: DaemonFactory) -> None:

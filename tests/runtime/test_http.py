@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orbitkv import Client
+from orbitkv.cache.catalogue import Tier
 from orbitkv.errors import ConfigError
+from orbitkv.runtime.core import ArenaStatistics
 from orbitkv.runtime.http import make_app, start_http
-from orbitkv.runtime.metrics import COUNTERS, metric_names
+from orbitkv.runtime.metrics import COUNTERS, METRICS, metric_names
 from orbitkv.stages.ticket import Saved
 from tests.builders import BLOCK, WAIT_S, Engine, Gate, Lanes, numbered
 from tests.serving import ROOT, Served
@@ -114,6 +118,13 @@ def test_instances_are_listed_with_what_they_hold(site: Site, engine: Engine) ->
     assert listed["namespace"] == engine.instance.namespace
     assert (listed["pages"], listed["page_nbytes"], listed["device"]) == (8, 512, None)
     assert (listed["leases"], listed["tickets"]) == (1, 0)
+    engine.manager.query(engine.instance, list(numbered(8)))
+
+    async def expire() -> None:
+        site.served.core.leases.release_all()
+
+    site.served.call(expire())
+    assert site.get("/instances")[0]["leases"] == 0
 
 
 def test_cleanup_of_instances_ends_sessions_of_dead_processes_alone(
@@ -133,6 +144,38 @@ def test_cleanup_of_memory_tells_evicted_and_reclaimed_bytes(site: Site, engine:
         answer = site.ask("POST", "/cache/memory/cleanup")[1]
     assert answer == {"evicted_nbytes": 5 * BLOCK, "reclaimed_nbytes": 5 * BLOCK}
     assert engine.hits(list(numbered(3))) == 3, "what is leased stays"
+
+
+def test_what_cleanup_evicts_is_counted_by_tier_and_class(site: Site, engine: Engine) -> None:
+    engine.save(numbered(8))
+    engine.manager.flush()
+    site.ask("POST", "/cache/memory/cleanup")
+    found = site.samples()
+    assert found["orbitkv_evicted_objects_total,tier=dram"] == 8
+    assert found["orbitkv_evicted_class_total,class=probationary"] == 8
+
+
+def test_cleanup_never_tells_less_than_nothing_reclaimed(
+    site: Site, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalogue = site.served.core.catalogue
+    engine.save(numbered(1))
+    engine.manager.flush()
+    evict = catalogue.evict_unpinned
+
+    def evict_and_grant(tier: Tier) -> int:
+        nbytes = evict(tier)
+        assert catalogue.pool.allocate(2 * BLOCK) is not None  # as for a request that waited
+        return nbytes
+
+    monkeypatch.setattr(catalogue, "evict_unpinned", evict_and_grant)
+    answer = site.ask("POST", "/cache/memory/cleanup")[1]
+    assert answer == {"evicted_nbytes": BLOCK, "reclaimed_nbytes": 0}
+
+    async def give_back() -> None:
+        catalogue.pool.free(0, 2 * BLOCK)
+
+    site.served.call(give_back())
 
 
 def test_sync_returns_once_all_is_on_ssd(site: Site, engine: Engine) -> None:
@@ -182,6 +225,25 @@ def test_metrics_follow_what_happens(site: Site, engine: Engine) -> None:
     assert found["orbitkv_edge_passed_bytes_total,edge=C.dram > D.in,pipeline=save"] > 0
     assert found["orbitkv_node_available,node=P,pipeline=save"] == 0
     assert "process_resident_memory_bytes" in found
+    assert found["orbitkv_saved_bytes_total,kind=logical"] == 8 * 512
+    assert found["orbitkv_saved_bytes_total,kind=stored"] == 8 * BLOCK
+    assert found["orbitkv_restored_bytes_total,kind=logical"] == 8 * 512
+    assert found["orbitkv_restored_bytes_total,kind=stored"] == 8 * BLOCK
+    assert found["orbitkv_query_used_bytes"] == 0
+    assert found["orbitkv_query_budget_bytes"] == math.inf
+    with engine.manager.query(engine.instance, list(numbered(3))):
+        assert site.samples()["orbitkv_query_used_bytes"] == 3 * BLOCK
+
+
+def test_arenas_are_told_by_lane() -> None:
+    def read(name: str) -> object:
+        (metric,) = (metric for metric in METRICS if metric.name == name)
+        return metric.read(status)
+
+    arenas = {"stream:save on cuda:0": ArenaStatistics(4096, 512)}
+    status = SimpleNamespace(statistics=SimpleNamespace(arenas=arenas))
+    assert read("orbitkv_arena_capacity_bytes") == [(("stream:save on cuda:0",), 4096)]
+    assert read("orbitkv_arena_used_bytes") == [(("stream:save on cuda:0",), 512)]
 
 
 def test_counters_that_have_a_metric_are_there_from_the_start(site: Site) -> None:

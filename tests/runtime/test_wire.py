@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import os
 import random
+import resource
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,6 +24,7 @@ from orbitkv.errors import GeometryError, OrbitError, ProtocolError, SessionLost
 from orbitkv.runtime import wire
 from orbitkv.runtime.connection import Connection
 from orbitkv.runtime.core import Flushed
+from orbitkv.runtime.trace import TraceTotals
 from orbitkv.stages.ticket import Failed, Miss, Restored, Saved, Warmed
 from tests.builders import WAIT_S, Engine, model, numbered, page_hash, toy_geometry
 from tests.serving import Served, descriptors, raw_session
@@ -49,13 +51,16 @@ MESSAGES: tuple[wire.Request | wire.Reply, ...] = (
     wire.Flush(10, True),  # noqa: FBT003 - a message
     wire.GetStatus(11),
     wire.GetLeaks(12),
-    wire.Welcome(1, wire.VERSION, 2**31 - 1, 4711, 1024),
+    wire.BeginTrace(16, True, False),  # noqa: FBT003 - a message
+    wire.EndTrace(17),
+    wire.Welcome(1, wire.VERSION, 2**31 - 1, 4711, 1024, 16_384, 60.0),
     wire.Done(2),
     wire.Refused(3, wire.Fault("GeometryError", "a; b", ("a", "b"))),
     wire.Registered(4, 2**40, "orbitkv:v2:00"),
     wire.Leased(5, 2**40, 3, {"dram": 2, "ssd": 1}),
     wire.Ended(6, "saved", HASHES[:1], HASHES[1:2], HASHES[2:]),
     wire.FlushEnded(7, Flushed(1, 4096)),
+    wire.TraceEnded(9, TraceTotals(100, 1, "")),
     wire.Leaks(8, ("pool: 1 waiting",)),
 )
 REQUESTS = tuple(m for m in MESSAGES if isinstance(m, wire.Request))
@@ -301,6 +306,41 @@ def test_more_descriptors_than_are_ever_named_end_the_connection() -> None:
 
         with pytest.raises(ProtocolError, match="descriptors"):
             await receive_all()
+
+    before = descriptors()
+    run(work)
+    assert descriptors() == before
+
+
+def test_descriptors_of_many_messages_wait_until_those_before_were_taken() -> None:
+    async def work(connection: Connection[Any], peer: socket.socket) -> None:
+        file = os.memfd_create("test")
+        for number in range(1, 6):
+            socket.send_fds(peer, [wire.encode(wire.Ping(number))], [file] * 40)
+        os.close(file)
+        for number in range(1, 6):
+            assert await connection.receive() == wire.Ping(number)
+            for taken in connection.take_descriptors(40):
+                os.close(taken)
+
+    before = descriptors()
+    run(work)
+    assert descriptors() == before
+
+
+def test_where_no_descriptor_is_free_that_is_said() -> None:
+    async def work(connection: Connection[Any], peer: socket.socket) -> None:
+        file = os.memfd_create("test")
+        socket.send_fds(peer, [wire.encode(wire.Ping(1))], [file] * 3)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file + 2, hard))
+        try:
+            with pytest.raises(SessionLost, match="no descriptor is free"):
+                await connection.receive()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            os.close(file)
+        assert connection.ended is None, "the peer can still be told"
 
     before = descriptors()
     run(work)
