@@ -298,8 +298,9 @@ def test_an_interrupt_leaves_nothing_behind(tiny_model: Path, prompt: Path, tmp_
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        # The index is what the first process leaves behind for the second.
-        while process.poll() is None and not (tmp_path / "kv.ssd.index").exists():
+        # An index with rows is what the first process leaves behind for the second.
+        index = tmp_path / "kv.ssd.index"
+        while process.poll() is None and not (index.exists() and index.stat().st_size > 64):
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()

@@ -165,8 +165,9 @@ def test_the_document_gives_each_field_its_offset_and_length() -> None:
         (int(a), int(n)) for a, n in re.findall(r"^\| (\d+) \| (\d+) \| `", text, re.MULTILINE)
     ]
     starts = [index for index, (offset, _) in enumerate(fields) if offset == 0]
-    assert len(starts) == 2
-    for start, end, total in ((0, starts[1], 96), (starts[1], len(fields), 32)):
+    totals = (96, 32, 64, 56)  # an object's header and row, and those of an index
+    assert len(starts) == len(totals)
+    for start, end, total in zip(starts, [*starts[1:], len(fields)], totals, strict=True):
         at = 0
         for offset, nbytes in fields[start:end]:
             assert offset == at

@@ -100,7 +100,13 @@ class Front(Generic[S]):
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        self._started.result()
+        try:
+            self._started.result()
+        except KeyboardInterrupt:  # what the thread has opened meanwhile is closed by nobody else
+            concurrent.futures.wait([self._started])
+            if self._started.exception() is None:
+                self.close()
+            raise
 
     # For callers: blocking ----------------------------------------------------------------
 
