@@ -22,9 +22,9 @@ from contextlib import contextmanager
 import cupy
 import numpy as np
 import torch
-from measure import parser, report
+from measure import packed_geometry, parser, report
 
-from orbitkv import Config, Geometry, Manager, ModelIdentity, Restored, Role, Saved, Slot
+from orbitkv import Config, Geometry, Manager, ModelIdentity, Restored, Saved
 from orbitkv.codecs import open_codec
 from orbitkv.codecs.ans import AnsCodec, open_ans
 from orbitkv.codecs.cuda.ans_batch import AnsDecoding, AnsEncoding, AnsSlots, decoding_nbytes
@@ -37,29 +37,11 @@ from orbitkv.objects import Format
 from orbitkv.probe import nvcomp_candidates
 from orbitkv.segment import PagedTensors
 
-HEADS, HEAD_DIM = 8, 128
 ROUNDS = 20
 NVCOMP_LIBRARY = os.environ.get("ORBITKV_NVCOMP_LIBRARY")
 DATA_NBYTES = 2 * GIB  # many times the L2 cache
 
 Run = Callable[[], None]
-
-
-def geometry(segment_nbytes: int, layers: int) -> Geometry:
-    """Packed KV of 8 heads of 128 in each layer."""
-    tokens = segment_nbytes // (HEADS * 2 * HEAD_DIM * 2)
-    slots = tuple(
-        Slot(
-            name=f"layers.{layer}",
-            layer=layer,
-            role=Role.KV,
-            dtype="bfloat16",
-            heads=HEADS,
-            head_dim=HEAD_DIM,
-        )
-        for layer in range(layers)
-    )
-    return Geometry(tokens, slots)
 
 
 def random_tensors(made: Geometry, pages: int) -> dict[str, torch.Tensor]:
@@ -94,7 +76,7 @@ class KernelBatches:
         self.kernels = kernels = compiled.on(0)
         segments = batch_nbytes // segment_nbytes
         layers = min(segments, 64)
-        self.geometry = geometry(segment_nbytes, layers)
+        self.geometry = packed_geometry(segment_nbytes, layers)
         pages_a_batch = segments // layers
         batches = max(2, DATA_NBYTES // (2 * batch_nbytes)) if batch_nbytes < GIB else 1
         batches = min(batches, 32)
@@ -178,7 +160,7 @@ class AnsBatches:
         self.kernels = compiled.on(0)
         segments = batch_nbytes // segment_nbytes
         layers = min(segments, 64)
-        self.geometry = geometry(segment_nbytes, layers)
+        self.geometry = packed_geometry(segment_nbytes, layers)
         objects = [tuple(range(layers))] * (segments // layers)
         batches = max(2, min(8, DATA_NBYTES // (2 * batch_nbytes)))
         pages = len(objects) * batches
@@ -513,7 +495,7 @@ def bench_graphs(codecs: list[str], *, as_json: bool) -> None:
     rows: list[tuple[object, ...]] = [("pinned copy of 1 GiB", "", "", out, back, "", "")]
     for codec in codecs:
         for segment_nbytes, layers in ((256 * KIB, 36), (64 * KIB, 36)):
-            made = geometry(segment_nbytes, layers)
+            made = packed_geometry(segment_nbytes, layers)
             pages = GIB // made.page_nbytes
             with managed(codec, 5 * GIB) as manager:
                 engine = Engine(manager, made, pages, "a")
@@ -558,7 +540,7 @@ def bench_graphs(codecs: list[str], *, as_json: bool) -> None:
 
 def bench_page(*, as_json: bool) -> None:
     """One page of 16 tokens of a Qwen3-8B shape: how long until it is back?"""
-    made = geometry(64 * KIB, 36)
+    made = packed_geometry(64 * KIB, 36)
     rows = []
     for codec in ("none", "fp8"):
         with managed(codec, GIB) as manager:

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from measure import interleaved, parser, report
+from measure import HEAD_DIM, HEADS, interleaved, packed_geometry, parser, report
 
-from orbitkv import Config, Geometry, Manager, ModelIdentity, Restored, Role, Saved, Slot
+from orbitkv import Config, Geometry, Manager, ModelIdentity, Restored, Saved
 from orbitkv.config import GIB, KIB, MIB
 
-LAYERS, HEADS, PAGE_TOKENS, HEAD_DIM = 16, 8, 16, 128
+LAYERS, PAGE_TOKENS = 16, 16
 PAGES = 1024
 SEGMENT_NBYTES = 64 * KIB
 SHAPE = (PAGES, HEADS, PAGE_TOKENS, 2 * HEAD_DIM)
@@ -28,18 +28,8 @@ Tensors = dict[str, np.ndarray]
 
 def geometry() -> Geometry:
     """16 layers of packed KV: 64 KiB a segment, 1 MiB a page, 1 GiB in all."""
-    slots = tuple(
-        Slot(
-            name=f"layers.{layer}",
-            layer=layer,
-            role=Role.KV,
-            dtype="bfloat16",
-            heads=HEADS,
-            head_dim=HEAD_DIM,
-        )
-        for layer in range(LAYERS)
-    )
-    made = Geometry(PAGE_TOKENS, slots)
+    made = packed_geometry(SEGMENT_NBYTES, LAYERS)
+    assert made.page_tokens == PAGE_TOKENS
     assert set(made.segment_nbytes) == {SEGMENT_NBYTES}
     assert made.page_nbytes * PAGES == GIB
     return made

@@ -1,4 +1,4 @@
-"""What benchmarks share: the machine's name, medians, bytes by the clock, fio, one table."""
+"""What benchmarks share: a geometry, the machine, medians, bytes by the clock, fio, one table."""
 
 from __future__ import annotations
 
@@ -19,12 +19,32 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from orbitkv import Geometry, Role, Slot
+
+HEADS, HEAD_DIM = 8, 128
+
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Arguments that all benchmarks take."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
+
+
+def packed_geometry(segment_nbytes: int, layers: int) -> Geometry:
+    """Packed bfloat16 KV of 8 heads of 128 in each layer; as many tokens as fill a segment."""
+    slots = tuple(
+        Slot(
+            name=f"layers.{layer}",
+            layer=layer,
+            role=Role.KV,
+            dtype="bfloat16",
+            heads=HEADS,
+            head_dim=HEAD_DIM,
+        )
+        for layer in range(layers)
+    )
+    return Geometry(segment_nbytes // (HEADS * 2 * HEAD_DIM * 2), slots)
 
 
 def machine() -> str:

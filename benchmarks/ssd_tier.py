@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from measure import Moved, Started
+from measure import Moved, Started, packed_geometry
 
-from orbitkv import Config, Geometry, Manager, ModelIdentity, Restored, Role, Saved, Slot, Ticket
+from orbitkv import Config, Geometry, Manager, ModelIdentity, Restored, Saved, Ticket
 from orbitkv.cache.catalogue import Tier
 from orbitkv.config import KIB, MIB, parse_nbytes
 from orbitkv.graph import Lanes, Port, Ports
@@ -21,7 +21,6 @@ from orbitkv.runtime.instance import Instance
 from orbitkv.stages.base import Outputs, StageContext
 from orbitkv.stages.batch import ResidentBatch
 
-HEADS, HEAD_DIM = 8, 128
 STEP_NBYTES = 256 * MIB  # of pages, published or restored by one call
 STEPS_A_FLUSH = 3  # which the pool has to hold
 DIRECT_PAGES = 6  # two batches of raw pages of 9 MiB, which an arena of 64 MiB holds at once
@@ -76,18 +75,7 @@ def without_writeback() -> str:
 def geometry(device: str) -> Geometry:
     """Packed KV of 8 heads of 128: 32 layers of 64 KiB, or as bench_gpu.py on a GPU."""
     layers, segment_nbytes = (36, 256 * KIB) if device == "cuda" else (32, 64 * KIB)
-    slots = tuple(
-        Slot(
-            name=f"layers.{layer}",
-            layer=layer,
-            role=Role.KV,
-            dtype="bfloat16",
-            heads=HEADS,
-            head_dim=HEAD_DIM,
-        )
-        for layer in range(layers)
-    )
-    return Geometry(segment_nbytes // (HEADS * 2 * HEAD_DIM * 2), slots)
+    return packed_geometry(segment_nbytes, layers)
 
 
 def tensors(made: Geometry, pages: int, device: str, *, filled: bool) -> dict[str, torch.Tensor]:

@@ -135,9 +135,7 @@ def test_failed_write_is_abandoned_and_written_by_a_later_flush(
     assert manager.leaks() == []
     lanes.on_write = None
     assert manager.flush(evict_dram=True).unwritten == 0
-    engine.clear()
-    assert set(engine.restored(numbered(PAGES))) == set(numbered(PAGES))
-    assert [engine.page(index) for index in range(PAGES)] == wanted
+    all_come_back(engine, wanted)
 
 
 def test_ssd_that_refuses_every_write_never_hurts_what_dram_serves(
@@ -198,9 +196,7 @@ def test_disk_that_fills_up_in_the_middle_of_a_batch_keeps_what_was_written_befo
     assert manager.statistics().ssd_used_nbytes == 2 * BLOCK
     lanes.on_write = None
     assert manager.flush(evict_dram=True).unwritten == 0
-    engine.clear()
-    assert set(engine.restored(numbered(PAGES))) == set(numbered(PAGES))
-    assert [engine.page(index) for index in range(PAGES)] == wanted
+    all_come_back(engine, wanted)
 
 
 def test_failed_write_of_a_page_that_was_evicted_is_made_good_by_the_next_save(
@@ -306,9 +302,7 @@ def test_pages_on_several_ssd_files_pass_through_registered_memory(
     engine.save(numbered(8))
     assert manager.flush(evict_dram=True).unwritten == 0
     assert {engine.copy(page_hash(index), Tier.SSD).shard for index in range(8)} == {0, 1}
-    engine.clear()
-    assert set(engine.restored(numbered(8))) == set(numbered(8))
-    assert [engine.page(index) for index in range(8)] == wanted
+    all_come_back(engine, wanted)
 
 
 def test_demand_read_holds_writes_back_to_one_at_a_time(
@@ -394,18 +388,23 @@ def test_failed_read_is_a_miss_of_exactly_that_page(
     repaired(engine, wanted)
 
 
-def repaired(engine: Engine, wanted: list[bytes], *, pages: int = PAGES) -> None:
-    """Publish the pages again, from an instance that still has them; all are then restored."""
-    source = Engine.register(engine.manager, pages=pages, geometry=engine.geometry)
-    for name, tensor in source.tensors.items():
-        tensor[:] = 0
-        del name
-    for index in range(pages):
-        fill(source, index, wanted[index])
-    source.save(numbered(pages))
+def all_come_back(engine: Engine, wanted: list[bytes]) -> None:
+    """Every page is restored into an empty engine, byte for byte."""
+    pages = len(wanted)
     engine.clear()
     assert set(engine.restored(numbered(pages))) == set(numbered(pages))
     assert [engine.page(index) for index in range(pages)] == wanted
+
+
+def repaired(engine: Engine, wanted: list[bytes], *, pages: int = PAGES) -> None:
+    """Publish the pages again, from an instance that still has them; all are then restored."""
+    source = Engine.register(engine.manager, pages=pages, geometry=engine.geometry)
+    for tensor in source.tensors.values():
+        tensor[:] = 0
+    for index in range(pages):
+        fill(source, index, wanted[index])
+    source.save(numbered(pages))
+    all_come_back(engine, wanted)
     engine.manager.unregister(source.instance)
 
 
